@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 """Install what `make test` and `make demo` need: Debian packages, .venv and .venv-2.16. Run again, it does nothing."""
@@ -95,7 +94,8 @@ def find_python(versions: tuple[str, ...], venv: str) -> tuple[str, str]:
 
 
 def has_venv(python: str) -> bool:
-    return subprocess.run((python, "-c", "import ensurepip, venv"), stderr=subprocess.DEVNULL, check=False).returncode == 0
+    done = subprocess.run((python, "-c", "import ensurepip, venv"), stderr=subprocess.DEVNULL, check=False)
+    return done.returncode == 0
 
 
 def make_venv(name: str, lock: str, version: str, python: str) -> None:

@@ -1,0 +1,57 @@
+# `make help` lists the targets.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+VENV := $(CURDIR)/.venv/bin
+FLOOR := $(CURDIR)/.venv-2.16/bin
+IN_VENV := PATH="$(VENV):$$PATH"
+MOLECULE := molecule test --scenario-name rolling
+SHELL_SCRIPTS = $(shell git ls-files --cached --others --exclude-standard | xargs -r grep --files-with-matches --no-messages --max-count=1 --extended-regexp '^\#!(/usr)?/bin/(env )?(ba)?sh')
+YAML = $(shell git ls-files --cached --others --exclude-standard -- '*.yml' '*.yaml' .ansible-lint .yamllint)
+
+.PHONY: help deps lint sanity unit integration molecule test demo lock clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+deps: ## Debian packages, .venv and .venv-2.16; nothing to do takes a second
+	@$(PYTHON) tools/deps.py
+
+lint: deps ## yamllint, ansible-lint, ruff, mypy, shellcheck, changelog, plugin documentation
+	@echo "== yamllint"; $(VENV)/yamllint --strict .
+	@echo "== ansible-lint"; $(IN_VENV) ansible-lint --offline --nocolor -q
+	@echo "== ruff"; $(VENV)/ruff check --quiet; $(VENV)/ruff format --quiet --check
+	@echo "== mypy"; $(VENV)/mypy
+	@echo "== shellcheck"; shellcheck $(SHELL_SCRIPTS)
+	@echo "== antsibull-changelog"; $(VENV)/antsibull-changelog lint
+	@echo "== antsibull-docs"; $(IN_VENV) antsibull-docs lint-collection-docs --plugin-docs .
+
+sanity: deps ## ansible-test sanity, current and 2.16
+	@echo "== ansible-test sanity"; $(VENV)/python tools/sanity.py
+
+unit: deps ## unit tests, current and 2.16
+	@echo "== unit tests, .venv"; $(VENV)/python -m pytest tests/unit
+	@echo "== unit tests, .venv-2.16"; $(FLOOR)/python -m pytest tests/unit
+
+integration: deps ## tests against real parts
+	@echo "== integration tests"; $(IN_VENV) python -m pytest tests/integration
+
+molecule: deps ## the rolling scenario on the lab
+	@echo "== molecule"; $(IN_VENV) $(MOLECULE)
+
+test: lint sanity unit integration molecule ## all of the above
+	@echo "make test: lint, sanity, unit, integration and molecule passed"
+
+demo: deps ## roll a fleet of three engines under load, ours against naive
+	@$(IN_VENV) python tests/demo.py
+
+lock: ## pin requirements/*.in anew (wants uv)
+	uv pip compile --quiet --upgrade --universal --python-version 3.11 --no-annotate --no-header requirements/dev.in -o requirements/dev.txt
+	uv pip compile --quiet --upgrade --universal --python-version 3.10 --no-annotate --no-header requirements/floor.in -o requirements/floor.txt
+
+clean: ## remove build/, caches and both venvs
+	rm -rf build .venv .venv-2.16 .ansible .mypy_cache .pytest_cache .ruff_cache .hypothesis

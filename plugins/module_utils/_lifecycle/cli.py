@@ -1,0 +1,92 @@
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""The command ``vllm-lifecycle``: the units' door to the same library that the modules use.
+
+Exit codes: 0 done, 1 failed and said why, 2 bad usage or configuration, 3 unknown state, 4 deadline, 5 refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import typing as t
+
+from . import __version__, config, doors
+from .errors import LifecycleError, MissingLibrary
+from .lease import LeaseRequest
+from .observe import observe
+from .transition import Wish, change
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="vllm-lifecycle", description="The lifecycle of a host's vLLM engines.")
+    parser.add_argument("--version", action="version", version=f"vllm-lifecycle {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in (
+        ("preflight", "ExecStartPre: check what the engine needs"),
+        ("ready", "ExecStartPost: wait for the engine, warm it, prove it (reads $MAINPID)"),
+        ("drain", "ExecStop: withdraw, and wait for the requests in flight (reads $MAINPID)"),
+        ("settle", "ExecStopPost: record the end, wait for the GPU memory"),
+    ):
+        commands.add_parser(name, help=text).add_argument("engine")
+    info = commands.add_parser("info", help="print what is seen of the engines, as JSON")
+    info.add_argument("engine", nargs="*")
+    change_parser = commands.add_parser("set", help="bring an engine to a state, as the modules do")
+    change_parser.add_argument("engine")
+    change_parser.add_argument("state", choices=["drained", "serving", "started", "stopped", "restarted"])
+    change_parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS")
+    change_parser.add_argument("--mode", choices=["wait", "abort"], default="wait")
+    change_parser.add_argument(
+        "--owner", default=f"operator-{os.environ.get('SUDO_USER') or os.environ.get('USER', '')}"
+    )
+    change_parser.add_argument("--reason", default="")
+    change_parser.add_argument("--force", action="store_true")
+    change_parser.add_argument("--check", action="store_true", help="say what would be done")
+    return parser
+
+
+def _report(message: str) -> None:
+    print(message, flush=True)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    if arguments.command == "info":
+        names = arguments.engine or config.known_engines()
+        print(json.dumps({name: observe(config.load(name)).asdict() for name in names}, indent=1))
+        return
+    engine = config.load(arguments.engine)
+    main_pid = int(os.environ.get("MAINPID") or 0)
+    if arguments.command == "preflight":
+        doors.preflight(engine, _report)
+    elif arguments.command == "ready":
+        doors.ready(engine, _report, main_pid)
+    elif arguments.command == "drain":
+        doors.drain(engine, _report, main_pid)
+    elif arguments.command == "settle":
+        doors.settle(engine, _report)
+    else:
+        request = LeaseRequest(owner=arguments.owner, reason=arguments.reason)
+        wish = Wish(arguments.state, request, arguments.timeout, arguments.mode, arguments.force)
+        outcome = change(engine, wish, check=arguments.check, report=_report)
+        print(json.dumps(outcome.asdict(), indent=1, default=str))
+
+
+def main(argv: t.Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    begun = time.monotonic()
+    try:
+        _run(arguments)
+    except LifecycleError as exc:
+        print(f"vllm-lifecycle: {exc.text}", file=sys.stderr)
+        if isinstance(exc, MissingLibrary):
+            print(exc.import_error, file=sys.stderr)
+        if exc.details:
+            print(
+                json.dumps({**exc.details, "elapsed": round(time.monotonic() - begun, 3)}, default=str), file=sys.stderr
+            )
+        return exc.exit_code
+    return 0

@@ -1,0 +1,118 @@
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""What the roles say about an engine: /etc/vllm/lifecycle/NAME.json."""
+
+from __future__ import annotations
+
+import re
+import socket
+import typing as t
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from . import store
+from .errors import UsageError
+
+NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,30}")
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    """The gate in front of an engine: its admin socket, its map file and the HAProxy proxy of this engine."""
+
+    stats_socket: str
+    map: str
+    proxy: str
+    address: str
+    port: int
+    master_socket: str = ""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """One engine, as the roles declared it. Times in seconds."""
+
+    engine: str
+    unit: str
+    user: str
+    config_file: str
+    env_file: str
+    socket: str
+    runtime: str
+    runtime_version: str
+    model: str
+    served_model_name: str
+    gate: GateConfig | None
+    router_detection: float
+    drain_timeout: float
+    shutdown_timeout: float
+    stop_timeout: float
+    start_timeout: float
+    config_digest: str
+    gpus: list[str] = field(default_factory=list)
+    warmup: list[dict[str, int]] = field(default_factory=list)
+
+    @property
+    def state_dir(self) -> Path:
+        return store.state_dir(self.engine)
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "float": (int, float),
+    "int": (int,),
+    "list[str]": (list,),
+    "list[dict[str, int]]": (list,),
+}
+
+
+def _build(cls: type, value: t.Any, where: str) -> t.Any:
+    """A dataclass from a JSON object; every complaint at once."""
+    if not isinstance(value, dict):
+        raise UsageError(f"{where} is no JSON object", next_step="run the role baremetal.vllm.vllm_engine again")
+    fields = cls.__dataclass_fields__  # type: ignore[attr-defined]
+    known = {name: value[name] for name in fields if name in value}
+    wrong = [
+        name
+        for name, item in known.items()
+        if name != "gate" and (isinstance(item, bool) or not isinstance(item, _TYPES[str(fields[name].type)]))
+    ]
+    if isinstance(value.get("gate"), dict):
+        known["gate"] = _build(GateConfig, value["gate"], f"{where}, key gate")
+    elif value.get("gate") is not None:
+        wrong.append("gate")
+    try:
+        if not wrong:
+            return cls(**known)
+        complaint = f"wrong type for {', '.join(wrong)}"
+    except TypeError as exc:
+        complaint = str(exc).partition(" ")[2]
+    raise UsageError(f"{where}: {complaint}", next_step="run the role baremetal.vllm.vllm_engine again")
+
+
+def known_engines() -> list[str]:
+    """The engines that the roles declared on this host."""
+    return sorted(path.stem for path in store.config_dir().glob("*.json") if NAME.fullmatch(path.stem))
+
+
+def load(engine: str) -> EngineConfig:
+    """The declared engine.
+
+    :raises UsageError: no such engine (names the known ones), or its file is not what the roles write.
+    """
+    path = store.config_dir() / f"{engine}.json"
+    value = store.read_json(path) if NAME.fullmatch(engine) else None
+    if value is None:
+        there = ", ".join(known_engines()) or "none"
+        raise UsageError(
+            f"host {socket.gethostname()} has no engine '{engine}'; engines declared there: {there}",
+            next_step="correct the name, or declare the engine in vllm_engine_instances and run playbooks/site.yml",
+            known=known_engines(),
+        )
+    if value.get("schema") != 1:
+        raise UsageError(
+            f"{path} has schema {value.get('schema')!r}, this library reads 1",
+            next_step="run the role baremetal.vllm.vllm_engine again",
+        )
+    return t.cast(EngineConfig, _build(EngineConfig, value, str(path)))

@@ -1,0 +1,345 @@
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""What the engine's unit calls: preflight, ready, drain and settle. systemd serialises them, so none takes the lock.
+
+``proved`` is these doors' word at the gate, ``admission`` is a play's or an operator's. So an engine that an operator
+stops, or a host that reboots, leaves the router before its stop and comes back by itself once its start is proved.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import socket
+import subprocess
+import time
+import typing as t
+from pathlib import Path
+
+from . import gpu, lease
+from .config import EngineConfig
+from .deadline import Deadline
+from .engine import Engine
+from .errors import DeadlineExceeded, LifecycleError, Refused, Surprise, Unreachable, UsageError
+from .gate import Gate, GateDown
+from .lease import LeaseRequest
+from .transition import Report, Transition, Wish, prove
+from .unit import Unit, process_start
+
+# Run by the runtime's own Python as the service user: what it cannot read or import, the engine cannot either.
+_PROBE = """
+import json, os, sys
+config, model = sys.argv[1:3]
+import yaml
+try:
+    with open(config) as stream:
+        value = yaml.safe_load(stream)
+    assert isinstance(value, dict), "it holds no mapping"
+except Exception as exc:
+    sys.exit(f"config file {config}: {exc}")
+if os.path.isabs(model):
+    try:
+        names = sorted(os.listdir(model))
+        for name in names:
+            path = os.path.join(model, name)
+            if os.path.isfile(path) or os.path.islink(path):
+                with open(path, "rb") as stream:
+                    stream.read(1)
+    except OSError as exc:
+        sys.exit(f"model file {exc.filename}: {exc.strerror}")
+    lacks = [w for w in ("config.json", "tokenizer") if not any(n.startswith(w) for n in names)]
+    if lacks or not any(n.endswith((".safetensors", ".bin", ".gguf")) for n in names):
+        sys.exit(f"model directory {model} lacks " + ", ".join(lacks or ["weight files"]))
+"""
+PROBE_TIMEOUT = 60
+POLL_INTERVAL = 0.1
+# One answer of a starting engine. The first completion of a shape compiles or warms kernels: it gets all that is left.
+CALL_TIMEOUT = 5.0
+
+
+def preflight(config: EngineConfig, report: Report) -> None:
+    """Before the process starts: everything whose lack would otherwise show after minutes, or never.
+
+    :raises UsageError: names the file, the user or the process in the way.
+    """
+    _unprove(config, report)
+    here = socket.gethostname()
+    if not Path("/run/systemd/system").is_dir():
+        raise UsageError(
+            f"host {here} was not booted with systemd", next_step="use a host that was booted with systemd"
+        )
+    try:
+        socket.getaddrinfo(here, None)
+    except OSError as exc:
+        raise UsageError(
+            f"host {here} cannot resolve its own name ({exc}); the engine would hang without an error",
+            next_step=f"add {here} to /etc/hosts",
+        ) from exc
+    python = Path(config.runtime) / "bin/python"
+    if not python.exists():
+        raise UsageError(
+            f"engine '{config.engine}' on {here}: its runtime {config.runtime} has no bin/python",
+            next_step=f"run the role baremetal.vllm.vllm_runtime for version {config.runtime_version}",
+        )
+    _probe_as_user(config, python)
+    _free_socket(config)
+
+
+def _probe_as_user(config: EngineConfig, python: Path) -> None:
+    here = socket.gethostname()
+    try:
+        user = pwd.getpwnam(config.user)
+    except KeyError:
+        raise UsageError(
+            f"host {here} has no user '{config.user}'", next_step="run the role baremetal.vllm.vllm_host"
+        ) from None
+    identity: dict[str, t.Any] = {}
+    if os.geteuid() == 0:
+        identity = {
+            "user": user.pw_uid,
+            "group": user.pw_gid,
+            "extra_groups": os.getgrouplist(user.pw_name, user.pw_gid),
+        }
+    try:
+        done = subprocess.run(
+            [str(python), "-I", "-c", _PROBE, config.config_file, config.model],
+            capture_output=True,
+            text=True,
+            timeout=PROBE_TIMEOUT,
+            check=False,
+            cwd="/",
+            **identity,
+        )
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        raise UsageError(
+            f"engine '{config.engine}' on {here}: user {config.user} cannot run {python}: {exc}",
+            next_step="run the role baremetal.vllm.vllm_runtime again",
+        ) from exc
+    if done.returncode != 0:
+        reason = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+        raise UsageError(
+            f"engine '{config.engine}' on {here}, as user {config.user}: {reason[0]}",
+            next_step="correct the file or its permissions (namei -l shows the whole path), then start it again",
+        )
+
+
+def _free_socket(config: EngineConfig) -> None:
+    """Nobody may listen where the engine will; a socket file without a listener is removed."""
+    path = Path(config.socket)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(2)
+        try:
+            connection.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+            return
+        except FileNotFoundError:
+            return
+        except OSError as exc:
+            raise UsageError(
+                f"engine '{config.engine}' on {socket.gethostname()}: socket {path}: {exc}", next_step=f"look at {path}"
+            ) from exc
+        pid = _peer_pid(connection)
+    raise Refused(
+        f"engine '{config.engine}' on {socket.gethostname()}: process {pid} ({_command(pid)}) already "
+        f"listens on {path}",
+        next_step=f"find its unit with 'systemctl status {pid}' and stop that unit",
+        pid=pid,
+    )
+
+
+def _peer_pid(connection: socket.socket) -> int:
+    import struct
+
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[0])
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()[:120]
+    except OSError:
+        return "gone"
+
+
+def ready(config: EngineConfig, report: Report, main_pid: int) -> None:
+    """After the process has started: wait until it serves, warm it with the configured shapes, and say so to the gate.
+
+    Watches the main process: systemd does not end this wait when that process dies.
+
+    :raises LifecycleError: the process died, or its answers are wrong.
+    :raises DeadlineExceeded: not ready within the engine's start_timeout.
+    """
+    deadline = Deadline(config.start_timeout)
+    identity = process_start(main_pid)
+    begun = Unit(config.unit).show().started_at or time.monotonic()
+    engine = Engine(config)
+    try:
+        _await_serving(config, engine, main_pid, identity, deadline, report)
+        boot = time.monotonic() - begun
+        warm = 0.0
+        for shape in config.warmup or [{"prompt_tokens": 4, "max_tokens": 1}]:
+            _alive(config, main_pid, identity)
+            report(
+                f"{config.engine}: warming with {shape['prompt_tokens']} prompt and {shape['max_tokens']} new tokens"
+            )
+            try:
+                warm += prove(engine, shape, deadline)
+            except Unreachable:
+                _alive(config, main_pid, identity)
+                raise
+    finally:
+        engine.close()
+    lease.record(
+        config.engine,
+        "ready.json",
+        {
+            "main_pid": main_pid,
+            "boot_s": round(boot, 3),
+            "warm_s": round(warm, 3),
+            "config_digest": config.config_digest,
+            "pids": Unit(config.unit).show().pids,
+            "runtime_version": config.runtime_version,
+        },
+    )
+    _tell_gate(config, "1", report)
+    report(f"{config.engine}: ready after {boot:.1f} s, warmed in {warm:.1f} s")
+
+
+def _await_serving(
+    config: EngineConfig, engine: Engine, main_pid: int, identity: int | None, deadline: Deadline, report: Report
+) -> None:
+    told = time.monotonic()
+    while True:
+        _alive(config, main_pid, identity)
+        try:
+            if engine.healthy(CALL_TIMEOUT):
+                models = engine.models(CALL_TIMEOUT)
+                if config.served_model_name in models:
+                    return
+                raise Surprise(
+                    f"engine '{config.engine}' on {socket.gethostname()} serves {models}, not "
+                    f"'{config.served_model_name}'",
+                    next_step=f"compare served-model-name in {config.config_file} with the engine's declaration",
+                )
+            why = "/health is not 200"
+        except Unreachable as exc:  # not listening yet
+            why = str(exc)
+        if time.monotonic() - told > 10:
+            told = time.monotonic()
+            report(f"{config.engine}: not ready yet, {deadline.elapsed:.0f} of {deadline.seconds:.0f} s: {why}")
+        if not deadline.rest(POLL_INTERVAL):
+            raise DeadlineExceeded(
+                f"engine '{config.engine}' on {socket.gethostname()} is not ready after {deadline.seconds:g} s: {why}",
+                next_step=f"read journalctl -u {config.unit}; raise start_timeout when the model is only large",
+            )
+
+
+def _alive(config: EngineConfig, main_pid: int, identity: int | None) -> None:
+    if identity is None or process_start(main_pid) != identity:
+        raise LifecycleError(
+            f"engine '{config.engine}' on {socket.gethostname()}: its main process {main_pid} died before it was ready",
+            next_step=f"read journalctl -u {config.unit} above this line for the engine's own last words",
+        )
+
+
+class _DoorDrain(Transition):
+    """The drain of a stopping unit: the same steps as a play's, except that ``proved`` is withdrawn, not admission."""
+
+    def drain(self) -> None:
+        config = self.config
+        gate = Gate(config) if config.gate else None
+        routed = True
+        try:
+            routed = gate.observe().ready if gate else False
+        except LifecycleError as exc:
+            self.report(f"{config.engine}: {exc}")
+        _unprove(config, self.report)
+        if routed:
+            self.report(f"{config.engine}: withdrawn; the router has {config.router_detection:g} s to notice")
+            self._await_router()
+        try:
+            self._quiet(self.deadline)
+        except GateDown as exc:
+            self.report(f"{config.engine}: {exc}; the engine's own gauges decide")
+            self._quiet_without_gate()
+
+    def _quiet_without_gate(self) -> None:
+        while self.engine.metrics(CALL_TIMEOUT).in_flight:
+            if not self.deadline.rest():
+                raise DeadlineExceeded(f"engine '{self.config.engine}' still works after {self.deadline.seconds:g} s")
+
+
+def drain(config: EngineConfig, report: Report, main_pid: int) -> None:
+    """Before the unit is stopped by anyone, a reboot included: let every request finish that a client was promised.
+
+    :raises DeadlineExceeded: requests were left at the drain time-out; systemd goes on and cuts them.
+    """
+    if main_pid and process_start(main_pid) is None:
+        _unprove(config, report)
+        report(f"{config.engine}: its main process has ended already; nothing to drain")
+        return
+    wish = Wish("drained", LeaseRequest(owner="systemd"), config.drain_timeout)
+    job = _DoorDrain(config, wish, Deadline(config.drain_timeout), report)
+    try:
+        job.drain()
+    except Unreachable as exc:
+        _unprove(config, report)
+        raise LifecycleError(
+            f"engine '{config.engine}' on {socket.gethostname()} does not answer, so nothing can be drained: {exc}",
+            next_step="the unit is stopped without a drain",
+        ) from exc
+    finally:
+        job.engine.close()
+    report(f"{config.engine}: drained in {job.deadline.elapsed:.1f} s")
+
+
+def settle(config: EngineConfig, report: Report) -> None:
+    """After the last process has ended: withdraw the proof, record how it ended, wait until its GPU memory is free.
+
+    :raises Refused: processes still hold memory on the engine's GPUs; names them.
+    """
+    _unprove(config, report)
+    started = lease.last_start(config.engine) or {}
+    end = {key: os.environ.get(key.upper(), "") for key in ("service_result", "exit_code", "exit_status")}
+    lease.record(config.engine, "last_stop.json", {**end, "main_pid": started.get("main_pid")})
+    report(
+        f"{config.engine}: stopped, {end['service_result'] or 'result unknown'} (status {end['exit_status'] or '?'})"
+    )
+    deadline = Deadline(60)
+    while True:
+        holders = _holders(config)
+        if not holders:
+            return
+        if not deadline.rest(0.5):
+            raise Refused(
+                f"engine '{config.engine}' on {socket.gethostname()}: its GPU memory is still held by "
+                + ", ".join(f"process {pid} ({_command(pid)}, {mib} MiB)" for pid, mib in holders.items()),
+                next_step="stop what the processes belong to (systemctl status PID) before the next start",
+                left={"processes": holders},
+            )
+
+
+def _holders(config: EngineConfig) -> dict[int, int | None]:
+    """Processes of this engine's last start that still hold memory on a GPU, dying ones included."""
+    pids = set((lease.last_start(config.engine) or {}).get("pids", []))
+    try:
+        devices = gpu.observe()
+    except gpu.GpuUnseen:
+        return {}
+    return {pid: mib for device in devices for pid, mib in device.processes.items() if pid in pids}
+
+
+def _unprove(config: EngineConfig, report: Report) -> None:
+    _tell_gate(config, "0", report)
+
+
+def _tell_gate(config: EngineConfig, proved: str, report: Report) -> None:
+    """A gate that is down reads the file when it starts, so that is no reason to fail."""
+    if config.gate is None:
+        return
+    try:
+        Gate(config).set("proved", proved)
+    except GateDown as exc:
+        report(f"{config.engine}: {exc}; it will read proved={proved} from {config.gate.map} when it starts")

@@ -1,0 +1,222 @@
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""Speaks to one vLLM engine over its Unix socket. It asks and raises; it decides nothing.
+
+What the endpoints really do was measured on vLLM 0.31 to 0.33: /health is 200 in nearly every state, /is_sleeping is
+true for a paused engine, repeated calls answer 200 and do nothing. So callers judge by several signals together.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import typing as t
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .config import EngineConfig
+from .errors import Answered, Surprise
+from .http import Answer, Client, Params
+
+SLEEP_STATES = {"awake": None, "weights_offloaded": 1, "discard_all": 2}
+_SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)")
+_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What /metrics says, by data-parallel engine index; a series that is not there is None, never 0."""
+
+    running: dict[str, int] | None = None
+    waiting: dict[str, int] | None = None
+    deferred: int | None = None
+    sleep_state: dict[str, str] | None = None
+    tokens: int | None = None
+    finished: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def in_flight(self) -> int | None:
+        if self.running is None or self.waiting is None:
+            return None
+        return sum(self.running.values()) + sum(self.waiting.values())
+
+
+def parse_metrics(text: str) -> Metrics:
+    """Metrics from the Prometheus text format.
+
+    Names match exactly (``vllm:num_requests_waiting_by_reason`` also begins with ``vllm:num_requests_waiting``). With
+    several API servers a gauge can appear once per process (label ``pid``): the highest value of an index counts.
+
+    :raises Surprise: a value that is no count.
+    """
+    gauges: dict[str, dict[str, int]] = {}
+    states: dict[str, list[str]] = {}
+    finished: dict[str, int] = {}
+    tokens: int | None = None
+    deferred: int | None = None
+    for line in text.splitlines():
+        match = _SAMPLE.match(line)
+        if line.startswith("#") or not match:
+            continue
+        name, raw, value = match.groups()
+        if not name.startswith("vllm:"):
+            continue
+        labels = dict(_LABEL.findall(raw or ""))
+        index = labels.get("engine", "0")
+        if name in ("vllm:num_requests_running", "vllm:num_requests_waiting"):
+            found = gauges.setdefault(name, {})
+            found[index] = max(found.get(index, 0), _count(name, value))
+        elif name == "vllm:num_requests_waiting_by_reason" and labels.get("reason") == "deferred":
+            deferred = (deferred or 0) + _count(name, value)
+        elif name == "vllm:engine_sleep_state" and _count(name, value) == 1:
+            states.setdefault(index, []).append(labels.get("sleep_state", ""))
+        elif name == "vllm:request_success_total":
+            reason = labels.get("finished_reason", "")
+            finished[reason] = finished.get(reason, 0) + _count(name, value)
+        elif name == "vllm:generation_tokens_total":
+            tokens = (tokens or 0) + _count(name, value)
+    for index, named in states.items():
+        if len(set(named)) > 1 or named[0] not in SLEEP_STATES:
+            raise Surprise(f"vllm:engine_sleep_state of engine index {index} says {' and '.join(sorted(set(named)))}")
+    return Metrics(
+        running=gauges.get("vllm:num_requests_running"),
+        waiting=gauges.get("vllm:num_requests_waiting"),
+        deferred=deferred,
+        sleep_state={index: named[0] for index, named in states.items()} or None,
+        tokens=tokens,
+        finished=finished,
+    )
+
+
+def _count(name: str, value: str) -> int:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number) or number < 0:
+        raise Surprise(f"metric {name} has the value {value!r}, which is no count")
+    return int(number)
+
+
+class Completion(t.NamedTuple):
+    """A finished completion: what was owed and what came."""
+
+    finish_reason: str
+    tokens: int
+    text: str
+    token_ids: list[int]
+
+
+class Engine:
+    """One engine's HTTP interface. Every call takes its own time-out in seconds."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        key = api_key(config)
+        self._client = Client(
+            "http://engine", uds=config.socket, headers={"Authorization": f"Bearer {key}"} if key else None
+        )
+
+    def close(self) -> None:
+        self._client.close()
+
+    def call(
+        self, method: str, path: str, *, timeout: float, params: Params | None = None, body: t.Any = None
+    ) -> Answer:
+        return self._client.request(method, path, timeout=timeout, params=params, body=body)
+
+    def _post(self, path: str, *, timeout: float, params: Params | None = None) -> None:
+        """A control call. Bodies differ between versions (empty on 0.31), so only the status is judged here."""
+        answer = self.call("POST", path, timeout=timeout, params=params)
+        if not 200 <= answer.status < 300:
+            raise Answered(answer.url, answer.status, answer.text)
+
+    def healthy(self, timeout: float) -> bool:
+        """Whether /health is 200. True of a paused, a sleeping and often a hung engine, too."""
+        return self.call("GET", "/health", timeout=timeout).status == 200
+
+    def version(self, timeout: float) -> str:
+        answer = self.call("GET", "/version", timeout=timeout)
+        version = answer.json_object().get("version")
+        if not isinstance(version, str) or not version:
+            raise Surprise(f"{answer.url} names no version")
+        return version
+
+    def models(self, timeout: float) -> list[str]:
+        answer = self.call("GET", "/v1/models", timeout=timeout)
+        data = answer.json_object().get("data")
+        if not isinstance(data, list) or not all(isinstance(m, dict) and isinstance(m.get("id"), str) for m in data):
+            raise Surprise(f"{answer.url} lists no models")
+        return [model["id"] for model in data]
+
+    def flag(self, path: str, key: str, timeout: float) -> bool | None:
+        """A yes-or-no of a development endpoint; None where the engine has no such route (404)."""
+        answer = self.call("GET", path, timeout=timeout)
+        if answer.status == 404:
+            return None
+        value = answer.json_object().get(key)
+        if not isinstance(value, bool):
+            raise Surprise(f"{answer.url} answered {key}={value!r}, which is neither true nor false")
+        return value
+
+    def is_paused(self, timeout: float) -> bool | None:
+        return self.flag("/is_paused", "is_paused", timeout)
+
+    def is_sleeping(self, timeout: float) -> bool | None:
+        return self.flag("/is_sleeping", "is_sleeping", timeout)
+
+    def metrics(self, timeout: float) -> Metrics:
+        answer = self.call("GET", "/metrics", timeout=timeout)
+        if answer.status != 200:
+            raise Answered(answer.url, answer.status, answer.text)
+        return parse_metrics(answer.text)
+
+    def pause(self, mode: str, timeout: float) -> None:
+        """Stop taking requests. ``wait`` returns when the running ones have finished, ``abort`` cuts them."""
+        self._post("/pause", timeout=timeout, params={"mode": mode})
+
+    def resume(self, timeout: float) -> None:
+        self._post("/resume", timeout=timeout)
+
+    def complete(self, *, prompt_tokens: int, max_tokens: int, timeout: float) -> Completion:
+        """One completion of a given shape, at temperature 0.
+
+        The prompt is made of token ids, so that the shape is exact whatever the tokenizer; a stop token is ignored, so
+        exactly ``max_tokens`` tokens are owed.
+
+        :raises Surprise: a 200 that carries no completion.
+        """
+        body = {
+            "model": self.config.served_model_name,
+            "prompt": [1 + position % 97 for position in range(prompt_tokens)],
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "seed": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        answer = self.call("POST", "/v1/completions", timeout=timeout, body=body)
+        value = answer.json_object()
+        try:
+            choice = value["choices"][0]
+            ids = choice.get("token_ids") or []
+            completion = Completion(
+                str(choice["finish_reason"]), int(value["usage"]["completion_tokens"]), str(choice["text"]), list(ids)
+            )
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as exc:
+            raise Surprise(f"{answer.url} answered 200 without a completion: {answer.text[:120]!r}") from exc
+        return completion
+
+
+def api_key(config: EngineConfig) -> str:
+    """The engine's API key from its environment file (0600, read by root), or nothing."""
+    try:
+        lines = Path(config.env_file).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        name, _, value = line.strip().partition("=")
+        if name == "VLLM_API_KEY":
+            return value.strip("\"'")
+    return ""

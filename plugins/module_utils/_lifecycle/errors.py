@@ -1,0 +1,82 @@
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""Errors of the lifecycle library: a sentence that stands alone, and the keys that go with it."""
+
+from __future__ import annotations
+
+import typing as t
+
+
+class LifecycleError(Exception):
+    """A message that names what was found, and details for the module result. The change has failed."""
+
+    exit_code = 1
+
+    def __init__(self, msg: str, *, next_step: str = "", **details: t.Any) -> None:
+        super().__init__(msg)
+        self.next_step = next_step
+        self.details: dict[str, t.Any] = details
+
+    @property
+    def text(self) -> str:
+        """The message followed by what to do next: what a person reads in a terminal."""
+        return f"{self}. Next: {self.next_step}" if self.next_step else str(self)
+
+
+class UsageError(LifecycleError):
+    """Options or files on the host are wrong; nothing was touched."""
+
+    exit_code = 2
+
+
+class MissingLibrary(UsageError):
+    """A Python library is absent from the interpreter that runs this."""
+
+    def __init__(self, library: str, import_error: str) -> None:
+        super().__init__(
+            f"the Python library {library} is missing",
+            next_step="run the role baremetal.vllm.vllm_host on this host, and let the task use its control venv "
+            "(ansible_python_interpreter: /opt/vllm/control/bin/python)",
+        )
+        self.library = library
+        self.import_error = import_error
+
+
+class UnknownState(LifecycleError):
+    """The signals are missing or contradict each other, so no change is safe."""
+
+    exit_code = 3
+
+
+class DeadlineExceeded(LifecycleError):
+    """The deadline came before the wanted state."""
+
+    exit_code = 4
+
+
+class Refused(LifecycleError):
+    """The change is possible but not allowed now: another one's lease, too little capacity or memory."""
+
+    exit_code = 5
+
+
+class Unreachable(LifecycleError):
+    """No answer at all. ``kind`` is refused, timeout or dropped."""
+
+    def __init__(self, url: str, kind: str, reason: str) -> None:
+        super().__init__(f"{url} gave no answer ({kind}): {reason}", http_url=url)
+        self.kind = kind
+
+
+class Answered(LifecycleError):
+    """An answer that says no."""
+
+    def __init__(self, url: str, status: int, body: str) -> None:
+        text = " ".join(body[:200].split()) or "no body"
+        super().__init__(f"{url} answered HTTP {status}: {text}", http_url=url, http_status=status)
+        self.status = status
+
+
+class Surprise(LifecycleError):
+    """An answer that says yes, or says nothing we can read, while another signal shows something else."""

@@ -1,0 +1,74 @@
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""Speaks NVML (nvidia-ml-py): memory of each device and of each process on it."""
+
+from __future__ import annotations
+
+import typing as t
+from dataclasses import dataclass, field
+
+try:
+    import pynvml
+except ImportError:
+    pynvml = None
+
+MIB = 1024 * 1024
+
+
+class GpuUnseen(Exception):
+    """NVML cannot be asked here; the message says why. Not a failure: a host may have no GPU."""
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """One device, in MiB. ``processes`` maps a pid to the memory it holds, None where NVML does not say."""
+
+    uuid: str
+    index: int
+    name: str
+    total_mib: int
+    used_mib: int
+    free_mib: int
+    processes: dict[int, int | None] = field(default_factory=dict)
+
+
+def observe() -> list[GpuState]:
+    """Every device of this host.
+
+    :raises GpuUnseen: no library, no driver, or NVML says no.
+    """
+    if pynvml is None:
+        raise GpuUnseen("the Python library nvidia-ml-py is not installed")
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as exc:
+        raise GpuUnseen(f"NVML: {exc}") from exc
+    try:
+        return [_device(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError as exc:
+        raise GpuUnseen(f"NVML: {exc}") from exc
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _device(index: int) -> GpuState:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    processes = {
+        process.pid: None if process.usedGpuMemory is None else process.usedGpuMemory // MIB
+        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    }
+    return GpuState(
+        uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
+        index=index,
+        name=_text(pynvml.nvmlDeviceGetName(handle)),
+        total_mib=memory.total // MIB,
+        used_mib=memory.used // MIB,
+        free_mib=memory.free // MIB,
+        processes=processes,
+    )
+
+
+def _text(value: t.Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,168 @@
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""State files of an engine: its lease, its last start, its last transition; and the lock on it.
+
+A lease is written before a change and says who holds the engine out of service, why and until when. Its steps are a
+journal of what was done under it, so that a killed run can be judged and gone on with.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+import typing as t
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+
+from . import store
+from .deadline import Deadline
+from .errors import Refused, UsageError
+
+
+@dataclass(frozen=True)
+class LeaseRequest:
+    """Who wants to hold an engine. ``ttl`` in seconds; ``run`` names a run over many hosts."""
+
+    owner: str
+    reason: str = ""
+    ttl: float = 4 * 3600
+    run: str = ""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Times are seconds since the epoch. ``restore`` is the admission that the change found."""
+
+    owner: str
+    reason: str
+    run: str
+    purpose: str
+    restore: str
+    since: float
+    expires: float
+    steps: list[dict[str, t.Any]] = field(default_factory=list)
+
+    def held_against(self, owner: str, now: float) -> bool:
+        """Whether someone else still holds it."""
+        return self.owner != owner and now < self.expires
+
+    def timings(self) -> dict[str, float]:
+        """Seconds by step name, over all runs under this lease."""
+        total: dict[str, float] = {}
+        for step in self.steps:
+            total[step["step"]] = round(total.get(step["step"], 0.0) + step["seconds"], 3)
+        return total
+
+
+def read(engine: str) -> Lease | None:
+    """
+    :raises UsageError: the file is not one that we wrote.
+    """
+    path = store.state_dir(engine) / "lease.json"
+    value = store.read_json(path)
+    if value is None:
+        return None
+    names = Lease.__dataclass_fields__
+    try:
+        lease = Lease(**{name: value[name] for name in names})
+        float(lease.since), float(lease.expires), lease.timings()
+    except (KeyError, TypeError, ValueError) as exc:
+        raise UsageError(
+            f"{path} is no lease ({exc!r})", next_step=f"look at {path}; remove it when nobody works on '{engine}'"
+        ) from exc
+    return lease
+
+
+def take(engine: str, request: LeaseRequest, purpose: str, restore: str) -> Lease:
+    """Write the intent. An older lease is gone on with; whether another one's may be, the plan has judged.
+
+    What was drained on purpose keeps that purpose, so that no later change admits it by the way.
+    """
+    now = time.time()
+    old = read(engine)
+    new = Lease(
+        owner=request.owner,
+        reason=request.reason,
+        run=request.run,
+        purpose=purpose,
+        restore=restore,
+        since=now,
+        expires=now + request.ttl,
+    )
+    if old is not None:
+        new = replace(
+            new,
+            reason=request.reason or old.reason,
+            run=request.run or old.run,
+            purpose="drained" if old.purpose == "drained" else purpose,
+            restore=old.restore,
+            since=old.since,
+            steps=old.steps,
+        )
+    _write(engine, new)
+    return new
+
+
+def note(engine: str, step: str, seconds: float) -> None:
+    """Add a finished step to the journal of the lease, if one is held."""
+    lease = read(engine)
+    if lease is not None:
+        done = {"step": step, "seconds": round(seconds, 3), "at": round(time.time(), 3)}
+        _write(engine, replace(lease, steps=[*lease.steps, done][-100:]))
+
+
+def release(engine: str) -> None:
+    (store.state_dir(engine) / "lease.json").unlink(missing_ok=True)
+
+
+def _write(engine: str, lease: Lease) -> None:
+    store.write_json(store.state_dir(engine) / "lease.json", {"schema": 1, **asdict(lease)})
+
+
+def last_start(engine: str) -> dict[str, t.Any] | None:
+    """What ``ready`` recorded of the last proved start: main_pid, boot_s, warm_s, at, config_digest."""
+    return store.read_json(store.state_dir(engine) / "ready.json")
+
+
+def last_transition(engine: str) -> dict[str, t.Any] | None:
+    return store.read_json(store.state_dir(engine) / "last_transition.json")
+
+
+def record(engine: str, file: str, value: dict[str, t.Any]) -> None:
+    """Write ready.json or last_transition.json."""
+    store.write_json(store.state_dir(engine) / file, {"schema": 1, "at": round(time.time(), 3), **value})
+
+
+@contextmanager
+def locked(name: str, deadline: Deadline) -> t.Iterator[None]:
+    """One actor per engine (or GPU): held by the process, so the kernel frees it whatever ends the process.
+
+    :raises Refused: another process still holds it at the deadline; names that process.
+    """
+    directory = store.lock_dir()
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{name}.lock"
+    with open(path, "a+", encoding="utf-8") as stream:
+        while True:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if deadline.rest(0.1):
+                    continue
+                stream.seek(0)
+                holder = stream.read(300).strip() or "a process that did not say who it is"
+                raise Refused(
+                    f"'{name}' on host {socket.gethostname()} is being changed by {holder}, still after "
+                    f"{deadline.seconds:g} s",
+                    next_step="wait for that run to end, or end it, and run this again",
+                ) from None
+        stream.seek(0)
+        stream.truncate()
+        stream.write(json.dumps({"pid": os.getpid(), "since": round(time.time(), 1)}))
+        stream.flush()
+        yield

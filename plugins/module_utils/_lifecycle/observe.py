@@ -1,0 +1,271 @@
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""Every signal about one engine, joined into one Observation with one state."""
+
+from __future__ import annotations
+
+import socket
+import time
+import typing as t
+from dataclasses import asdict, dataclass, field
+
+from . import gpu, lease
+from .config import EngineConfig
+from .engine import SLEEP_STATES, Engine, Metrics
+from .errors import LifecycleError, Unreachable
+from .gate import Gate, GateState
+from .host import MemoryState, host_memory
+from .lease import Lease
+from .unit import Unit, UnitState
+
+STATES = (
+    "stopped",
+    "starting",
+    "serving",
+    "withdrawn",
+    "draining",
+    "drained",
+    "asleep",
+    "waking",
+    "failed",
+    "unknown",
+)
+# How long one question may take. A hung engine answers /health and lets /is_sleeping time out.
+PROBE_TIMEOUT = 3.0
+
+
+@dataclass(frozen=True)
+class ApiState:
+    """What the engine itself says. None is "not seen", never "no"."""
+
+    healthy: bool
+    version: str | None = None
+    dev_mode: bool | None = None
+    paused: bool | None = None
+    sleeping: bool | None = None
+    metrics: Metrics | None = None
+    models: list[str] | None = None
+
+    @property
+    def in_flight(self) -> int | None:
+        return self.metrics.in_flight if self.metrics else None
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One engine as seen now. ``reasons`` explain the state, ``unseen`` names signals that could not be read."""
+
+    engine: str
+    host: str
+    state: str
+    level: int | None
+    reasons: list[str]
+    unseen: dict[str, str]
+    unit: UnitState | None
+    api: ApiState | None
+    gate: GateState | None
+    has_gate: bool
+    gpus: list[gpu.GpuState] | None
+    memory: MemoryState | None
+    lease: Lease | None
+    started: dict[str, t.Any] | None
+    last: dict[str, t.Any] | None
+    runtime_version: str
+    stale: bool | None
+
+    @property
+    def in_flight(self) -> int | None:
+        return self.api.in_flight if self.api else None
+
+    @property
+    def paused(self) -> bool | None:
+        return self.api.paused if self.api else None
+
+    @property
+    def restarted_by(self) -> str:
+        """The run that restarted the process which runs now, or nothing."""
+        if not self.last or not self.unit or self.last.get("restarted_pid") != self.unit.main_pid:
+            return ""
+        return str(self.last.get("run") or "")
+
+    def summary(self) -> dict[str, t.Any]:
+        """The part of the state that a change is about: before, after and diff."""
+        return {
+            "state": self.state,
+            "level": self.level,
+            "admission": self.gate.admission if self.gate else None,
+            "proved": self.gate.proved if self.gate else None,
+            "paused": self.paused,
+            "lease": self.lease.owner if self.lease else None,
+        }
+
+    def asdict(self) -> dict[str, t.Any]:
+        value = asdict(self)
+        value["summary"] = self.summary()
+        value["restarted_by"] = self.restarted_by
+        if self.gate is not None:
+            value["gate"]["ready"] = self.gate.ready
+        if self.lease is not None:
+            value["lease"]["expired"] = self.lease.expires <= time.time()
+        return value
+
+
+@dataclass
+class _Looker:
+    """Asks one thing after the other; what fails is named in ``unseen``."""
+
+    unseen: dict[str, str] = field(default_factory=dict)
+
+    def look(self, signal: str, ask: t.Callable[[], t.Any]) -> t.Any:
+        try:
+            return ask()
+        except (LifecycleError, gpu.GpuUnseen) as exc:
+            self.unseen[signal] = str(exc)
+            return None
+
+
+def observe(config: EngineConfig) -> Observation:
+    """Look at everything, change nothing."""
+    looker = _Looker()
+    unit = looker.look("unit", Unit(config.unit).show)
+    api = None
+    if unit is not None and unit.active_state == "active":
+        api = _observe_api(config, looker)
+    gate = looker.look("gate", Gate(config).observe) if config.gate else None
+    held = looker.look("lease", lambda: lease.read(config.engine))
+    started = looker.look("ready", lambda: lease.last_start(config.engine))
+    last = looker.look("last_transition", lambda: lease.last_transition(config.engine))
+    state, level, reasons = derive(unit, api, gate, has_gate=config.gate is not None, unseen=looker.unseen)
+    if "lease" in looker.unseen:
+        state, reasons = "unknown", [*reasons, looker.unseen["lease"]]
+    return Observation(
+        engine=config.engine,
+        host=socket.gethostname(),
+        state=state,
+        level=level,
+        reasons=reasons,
+        unseen=looker.unseen,
+        unit=unit,
+        api=api,
+        gate=gate,
+        has_gate=config.gate is not None,
+        gpus=looker.look("gpu", gpu.observe),
+        memory=looker.look("memory", lambda: host_memory(unit.control_group, unit.pids)) if unit else None,
+        lease=held,
+        started=started,
+        last=last,
+        runtime_version=config.runtime_version,
+        stale=_stale(config, unit, started),
+    )
+
+
+def _stale(config: EngineConfig, unit: UnitState | None, started: dict[str, t.Any] | None) -> bool | None:
+    """Whether the running process is another one than is configured; None where no proved start is on record."""
+    if unit is None or started is None or unit.main_pid == 0 or started.get("main_pid") != unit.main_pid:
+        return None
+    return bool(started.get("config_digest") != config.config_digest)
+
+
+def _observe_api(config: EngineConfig, looker: _Looker) -> ApiState | None:
+    engine = Engine(config)
+    try:
+        return _ask_api(engine, looker)
+    finally:
+        engine.close()
+
+
+def _ask_api(engine: Engine, looker: _Looker) -> ApiState | None:
+    signals: dict[str, t.Any] = {}
+    questions: list[tuple[str, t.Callable[[float], t.Any]]] = [
+        ("healthy", engine.healthy),
+        ("sleeping", engine.is_sleeping),
+        ("paused", engine.is_paused),
+        ("metrics", engine.metrics),
+        ("version", engine.version),
+        ("models", engine.models),
+    ]
+    for signal, ask in questions:
+        try:
+            signals[signal] = ask(PROBE_TIMEOUT)
+        except LifecycleError as exc:
+            looker.unseen[f"api.{signal}"] = str(exc)
+            # One silence is enough: each further question to a hung engine would cost its own time-out.
+            if isinstance(exc, Unreachable):
+                break
+    if "healthy" not in signals:
+        return None
+    routes = [signals.get("sleeping", ...), signals.get("paused", ...)]
+    dev_mode = None if ... in routes else routes != [None, None]
+    if dev_mode is False:
+        looker.unseen["api.dev_mode"] = "no development endpoints (404): VLLM_SERVER_DEV_MODE=1 is not set"
+    return ApiState(dev_mode=dev_mode, **signals)
+
+
+def derive(
+    unit: UnitState | None,
+    api: ApiState | None,
+    gate: GateState | None,
+    *,
+    has_gate: bool,
+    unseen: t.Mapping[str, str],
+) -> tuple[str, int | None, list[str]]:
+    """(state, sleep level, reasons) from the signals. Pure; missing or contradicting signals are ``unknown``."""
+    if unit is None:
+        return "unknown", None, [unseen.get("unit", "systemd was not seen")]
+    if unit.active_state == "inactive":
+        if unit.pids:
+            return "unknown", None, [f"the unit is inactive, yet processes are left in its group: {unit.pids}"]
+        return "stopped", None, []
+    if unit.active_state == "failed":
+        return "failed", None, [f"systemd result {unit.result}"]
+    if unit.active_state == "activating":
+        return "starting", None, [f"systemd says {unit.sub_state}, {unit.n_restarts} restart(s)"]
+    if unit.active_state == "deactivating":
+        return "draining", None, [f"systemd says {unit.sub_state}"]
+    if unit.active_state != "active":
+        return "unknown", None, [f"systemd says {unit.active_state}/{unit.sub_state}"]
+
+    doubts = [
+        f"{name[4:]}: {why}" for name, why in unseen.items() if name.startswith("api.") and name != "api.dev_mode"
+    ]
+    if has_gate and gate is None:
+        doubts.append(unseen.get("gate", "the gate was not seen"))
+    if api is None or not api.healthy:
+        return "unknown", None, doubts or ["/health is not 200"]
+    if doubts:
+        return "unknown", None, doubts
+    indexes = (api.metrics.sleep_state if api.metrics else None) or {}
+    levels = {SLEEP_STATES[name] for name in indexes.values()}
+    if len(levels) > 1:
+        return "unknown", None, [f"engine indexes differ in their sleep state: {indexes}"]
+    level = levels.pop() if levels else None
+    if level is not None:
+        if api.sleeping and api.paused is not False:
+            return "asleep", level, []
+        return "unknown", None, [f"the metrics say asleep at level {level}, /is_sleeping says {api.sleeping}"]
+    if api.sleeping and not api.paused:
+        return "unknown", None, ["/is_sleeping is true, yet the metrics say awake and /is_paused is false"]
+    return _derive_awake(api, gate)
+
+
+def _derive_awake(api: ApiState, gate: GateState | None) -> tuple[str, int | None, list[str]]:
+    """An engine that is not asleep: admission, pause and what is in flight decide."""
+    reasons: list[str] = []
+    busy = (api.in_flight or 0) + (gate.sessions if gate else 0)
+    if api.in_flight is None:
+        reasons.append("the engine does not report its requests (started with --disable-log-stats?)")
+    locked = api.paused or (api.dev_mode is False and gate is not None)
+    if api.paused and gate is not None and gate.admission == "open":
+        return "draining", None, [*reasons, "paused while the gate still admits requests: they wait until it resumes"]
+    out = gate is not None and gate.admission != "open"
+    if api.paused or out:
+        if busy:
+            return "draining", None, [*reasons, f"{busy} request(s) left"]
+        closed = gate is None or gate.admission == "closed"
+        return ("drained" if locked and closed and api.in_flight is not None else "withdrawn"), None, reasons
+    if gate is not None and not gate.ready:
+        missing = [] if gate.proved else ["its start is not proved"]
+        missing += [] if gate.backend_up else ["the gate's health check fails"]
+        return "withdrawn", None, [*reasons, *missing]
+    return "serving", None, reasons

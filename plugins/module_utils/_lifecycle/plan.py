@@ -1,0 +1,221 @@
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""(wanted, Observation) -> steps. Pure: no I/O, no clock."""
+
+from __future__ import annotations
+
+import typing as t
+
+from .errors import Refused, UnknownState
+from .observe import Observation
+
+
+class Step(t.NamedTuple):
+    """One thing to do. ``says`` completes the sentence of the module's ``actions``."""
+
+    name: str
+    says: str
+    mutates: bool = True
+
+
+LEASE = Step("lease", "take the lease")
+WITHDRAW = Step("withdraw", "withdraw it at the gate")
+AWAIT_ROUTER = Step("await_router", "wait until the router has seen it", mutates=False)
+RESUME = Step("resume", "resume a paused engine")
+AWAIT_IDLE = Step("await_idle", "wait for the requests in flight", mutates=False)
+CLOSE = Step("close", "close the gate for new requests")
+AWAIT_CLOSED = Step("await_closed", "wait for requests that came before the gate closed", mutates=False)
+PAUSE = Step("pause", "pause the engine")
+STOP = Step("stop", "stop the unit")
+START = Step("start", "start the unit and wait until it is proved ready")
+PROVE = Step("prove", "prove it by a completion", mutates=False)
+ADMIT = Step("admit", "admit it at the gate")
+AWAIT_READY = Step("await_ready", "wait until /ready is 200", mutates=False)
+RELEASE = Step("release", "release the lease")
+
+WANTED = ("drained", "serving", "started", "stopped", "restarted")
+AWAKE = ("serving", "withdrawn", "draining", "drained")
+
+
+class Options(t.NamedTuple):
+    """What a caller may choose. ``lease_against`` is the owner of someone else's valid lease, if any."""
+
+    lease_against: str = ""
+    owner: str = ""
+    force: bool = False
+    run: str = ""
+
+
+def plan(wanted: str, now: Observation, options: Options) -> list[Step]:
+    """The steps from what was seen to what is wanted; empty when it is there.
+
+    :raises Refused: the state, or someone else's lease, forbids it.
+    :raises UnknownState: nothing is safe but to stop and start.
+    """
+    if wanted == "serving":
+        steps = _serving(now)
+    else:
+        steps = {"drained": _drained, "started": _started, "stopped": _stopped, "restarted": _restarted}[wanted](
+            now, options
+        )
+    if steps and options.lease_against and not options.force:
+        raise Refused(
+            f"engine '{now.engine}' on {now.host} is held by {options.lease_against}",
+            next_step="wait until that lease is released or expires, or use force: true",
+            lease=options.lease_against,
+        )
+    return steps
+
+
+def _refuse(now: Observation, wanted: str, next_step: str) -> t.NoReturn:
+    why = f" ({'; '.join(now.reasons)})" if now.reasons else ""
+    error = UnknownState if now.state == "unknown" else Refused
+    raise error(
+        f"engine '{now.engine}' on {now.host} is {now.state}{why} and cannot be brought to {wanted} from there",
+        next_step=next_step,
+        reasons=now.reasons,
+    )
+
+
+def _admission(now: Observation) -> str:
+    return now.gate.admission if now.gate else ""
+
+
+def _lease(now: Observation, options: Options) -> list[Step]:
+    """Needed unless it is ours already."""
+    return [] if now.lease is not None and now.lease.owner == options.owner else [LEASE]
+
+
+def _release(now: Observation) -> list[Step]:
+    return [RELEASE] if now.lease is not None else []
+
+
+def _out(now: Observation, wanted: str) -> list[Step]:
+    """Out of rotation with nothing in flight: from any awake state."""
+    if now.in_flight is None:
+        raise Refused(
+            f"engine '{now.engine}' on {now.host} does not report its requests in flight, so a drain to {wanted} "
+            "could not be proved",
+            next_step="remove --disable-log-stats from the engine's options and restart it once by hand",
+            unseen=now.unseen,
+        )
+    steps: list[Step] = []
+    if now.paused and (now.in_flight or _admission(now) == "open"):
+        steps.append(RESUME)  # what waits in a paused engine would never finish
+    if now.has_gate and _admission(now) != "closed":
+        steps += [WITHDRAW] if _admission(now) == "open" else []
+        # An earlier run may have been killed right after it withdrew: the router's time counts from now.
+        steps += [AWAIT_ROUTER, AWAIT_IDLE, CLOSE, AWAIT_CLOSED]
+    else:
+        steps.append(AWAIT_IDLE)
+    return steps
+
+
+def _drained(now: Observation, options: Options) -> list[Step]:
+    if now.state in ("stopped", "failed", "asleep", "drained"):
+        close = [CLOSE] if now.has_gate and _admission(now) != "closed" else []
+        return [*_lease(now, options), *close]
+    if now.state not in AWAKE:
+        _refuse(now, "drained", f"wait until it has settled, or stop it with vllm_engine (journalctl -u {_unit(now)})")
+    pause = [PAUSE] if now.api and now.api.dev_mode else []
+    return [*_lease(now, options), *_out(now, "drained"), *pause]
+
+
+def _serving(now: Observation) -> list[Step]:
+    if now.state == "serving":
+        return _release(now)
+    if now.state not in AWAKE:
+        hints = {
+            "stopped": "start it with vllm_engine state=started",
+            "failed": f"read journalctl -u {_unit(now)}, then start it with vllm_engine state=started",
+            "asleep": "wake it before it may serve",
+            "starting": "wait until it is ready and run this again",
+            "unknown": "restart it with vllm_engine state=restarted",
+        }
+        _refuse(now, "serving", hints.get(now.state, "wait until the engine has settled"))
+    resume = [RESUME] if now.paused else []
+    admit = [ADMIT, AWAIT_READY] if now.has_gate else []
+    return [*resume, PROVE, *admit, *_release(now)]
+
+
+def _started(now: Observation, options: Options) -> list[Step]:
+    if now.state in ("stopped", "failed"):
+        return [*_lease(now, options), START, *_back(now)]
+    if now.state == "starting":
+        return [START]
+    if now.state == "unknown":
+        _refuse(now, "started", "restart it with vllm_engine state=restarted")
+    return _finish(now, options) if now.state in AWAKE else []
+
+
+def _stopped(now: Observation, options: Options) -> list[Step]:
+    if now.state == "stopped":
+        return []
+    return [*_lease(now, options), *_down(now)]
+
+
+def _restarted(now: Observation, options: Options) -> list[Step]:
+    if options.run and now.state in AWAKE and now.restarted_by == options.run:
+        return _finish(now, options)
+    down = [] if now.state == "stopped" else _down(now)
+    return [*_lease(now, options), *down, START, *_back(now)]
+
+
+def _down(now: Observation) -> list[Step]:
+    """To a stopped unit. What is awake drains first; what is unknown is taken out and stopped."""
+    if now.state in AWAKE:
+        quiet = now.state == "drained"
+        return [*([] if quiet else _out(now, "stopped")), STOP]
+    if now.has_gate and now.gate is not None and _admission(now) == "open":
+        return [WITHDRAW, AWAIT_ROUTER, CLOSE, STOP]
+    return [STOP]
+
+
+def _back(now: Observation) -> list[Step]:
+    """After a start: admit again what this change itself took out; what was drained on purpose stays out."""
+    held = now.lease
+    if held is not None and held.purpose == "drained":
+        return [PROVE]
+    found = held.restore if held is not None else _admission(now)
+    admit = [ADMIT, AWAIT_READY] if now.has_gate and found == "open" else []
+    return [PROVE, *admit, RELEASE]
+
+
+def _finish(now: Observation, options: Options) -> list[Step]:
+    """What a run that was killed after the start had still to do."""
+    if now.lease is None or now.lease.owner != options.owner or now.lease.purpose == "drained":
+        return []
+    return [*([RESUME] if now.paused else []), *_back(now)]
+
+
+def _unit(now: Observation) -> str:
+    return f"vllm-engine@{now.engine}.service"
+
+
+def predict(now: Observation, steps: list[Step], options: Options) -> dict[str, t.Any]:
+    """The summary that those steps end in: what check mode and diff show."""
+    after = now.summary()
+    if not steps:
+        return after
+    if LEASE in steps:
+        after["lease"] = options.owner
+    if RELEASE in steps:
+        after["lease"] = None
+    if after["admission"] is not None:
+        for step, admission in ((WITHDRAW, "withdrawn"), (CLOSE, "closed"), (ADMIT, "open")):
+            after["admission"] = admission if step in steps else after["admission"]
+    if RESUME in steps:
+        after["paused"] = False
+    if PAUSE in steps:
+        after.update(paused=True, state="drained", level=None)
+    if STOP in steps:
+        after.update(state="stopped", level=None, paused=None, proved=False if after["proved"] is not None else None)
+    if START in steps:
+        after.update(paused=False, level=None, proved=True if after["proved"] is not None else None)
+        after["state"] = "serving" if after["admission"] in ("open", None) else "withdrawn"
+    elif ADMIT in steps or (PROVE in steps and after["admission"] is None):
+        after["state"] = "serving"
+    elif (CLOSE in steps or AWAIT_IDLE in steps) and PAUSE not in steps and STOP not in steps and now.state in AWAKE:
+        after["state"] = "drained"  # without development endpoints the closed gate is the only lock
+    return after

@@ -1,0 +1,79 @@
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""Where things lie on a host, and JSON files that are whole or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import typing as t
+from pathlib import Path
+
+from .errors import UsageError
+
+# A prefix for every path below, so that tests and fleets of simulated engines can live in a directory.
+ROOT_VARIABLE = "VLLM_LIFECYCLE_ROOT"
+
+
+def root() -> Path:
+    return Path(os.environ.get(ROOT_VARIABLE, "/"))
+
+
+def config_dir() -> Path:
+    return root() / "etc/vllm/lifecycle"
+
+
+def state_dir(engine: str) -> Path:
+    return root() / "var/lib/vllm" / engine
+
+
+def lock_dir() -> Path:
+    return root() / "run/vllm-lifecycle"
+
+
+def write_text(path: Path, text: str, mode: int = 0o600) -> None:
+    """Write atomically and durably; an existing file's owner and group are kept, since others may read it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        try:
+            there = path.stat()
+        except FileNotFoundError:
+            os.chmod(name, mode)
+        else:
+            os.chmod(name, there.st_mode & 0o7777)
+            os.chown(name, there.st_uid, there.st_gid)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: dict[str, t.Any]) -> None:
+    write_text(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
+
+
+def read_json(path: Path) -> dict[str, t.Any] | None:
+    """The object in a file, None when there is no file.
+
+    :raises UsageError: the file cannot be read, or holds no JSON object.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as exc:
+        raise UsageError(f"{path} cannot be read: {exc}", next_step="run as root, or repair the file") from exc
+    try:
+        value = json.loads(text)
+    except ValueError as exc:
+        raise UsageError(f"{path} holds no JSON: {exc}", next_step=f"look at {path} and remove or repair it") from exc
+    if not isinstance(value, dict):
+        raise UsageError(f"{path} holds no JSON object", next_step=f"look at {path} and remove or repair it")
+    return value

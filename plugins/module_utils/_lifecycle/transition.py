@@ -1,0 +1,383 @@
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""Carries out a plan on one engine: under its lock, with one deadline, and with a second look at the end."""
+
+from __future__ import annotations
+
+import socket
+import time
+import typing as t
+
+from . import lease
+from .config import EngineConfig
+from .deadline import Deadline
+from .engine import Engine, Metrics
+from .errors import DeadlineExceeded, LifecycleError, Surprise, Unreachable
+from .gate import Gate
+from .lease import LeaseRequest
+from .observe import Observation, observe
+from .plan import Options, Step, plan, predict
+from .unit import Unit
+
+# Readings in a row without work before an engine counts as idle, and the time between them.
+QUIET_READINGS = 3
+QUIET_INTERVAL = 0.15
+CALL_TIMEOUT = 10.0
+# What an abort may take beyond the drain's own time.
+ABORT_TIMEOUT = 30.0
+
+Report = t.Callable[[str], None]
+
+
+class Wish(t.NamedTuple):
+    """What a caller wants of one engine. ``mode`` says what a drain does at its time-out: fail, or cut and count."""
+
+    state: str
+    lease: LeaseRequest
+    timeout: float
+    mode: str = "wait"
+    force: bool = False
+
+
+class Outcome(t.NamedTuple):
+    """The keys of a module result, for one engine."""
+
+    changed: bool
+    actions: list[str]
+    before: dict[str, t.Any]
+    after: dict[str, t.Any]
+    elapsed: float
+    timings: dict[str, float]
+    extra: dict[str, t.Any]
+
+    def asdict(self) -> dict[str, t.Any]:
+        value = self._asdict()
+        return {**value.pop("extra"), **value}
+
+
+def silent(_message: str) -> None:
+    """For callers without a place to show progress."""
+
+
+def change(config: EngineConfig, wish: Wish, *, check: bool = False, report: Report = silent) -> Outcome:
+    """Bring one engine to the wanted state, or with ``check`` say what that would do.
+
+    :raises LifecycleError: with the keys of an Outcome as far as they are known, and what is ``left``.
+    """
+    deadline = Deadline(wish.timeout)
+    if check:
+        now = observe(config)
+        steps, options = _plan(now, wish)
+        actions = [_sentence(config, step) for step in steps]
+        after = predict(now, steps, options)
+        changed = any(step.mutates for step in steps)
+        return Outcome(changed, actions, now.summary(), after, round(deadline.elapsed, 3), {}, {})
+    with lease.locked(config.engine, deadline):
+        return Transition(config, wish, deadline, report).run()
+
+
+def _plan(now: Observation, wish: Wish) -> tuple[list[Step], Options]:
+    held = now.lease
+    against = held.owner if held is not None and held.held_against(wish.lease.owner, time.time()) else ""
+    options = Options(lease_against=against, owner=wish.lease.owner, force=wish.force, run=wish.lease.run)
+    return plan(wish.state, now, options), options
+
+
+def _sentence(config: EngineConfig, step: Step) -> str:
+    return f"{config.engine}: {step.says}"
+
+
+class Transition:
+    """One change of one engine. Each step is a method named like it."""
+
+    def __init__(self, config: EngineConfig, wish: Wish, deadline: Deadline, report: Report) -> None:
+        self.config = config
+        self.wish = wish
+        self.deadline = deadline
+        self.report = report
+        self.engine = Engine(config)
+        self.unit = Unit(config.unit)
+        self.actions: list[str] = []
+        self.timings: dict[str, float] = {}
+        self.extra: dict[str, t.Any] = {}
+        self.changed = False
+
+    def run(self) -> Outcome:
+        before = observe(self.config)
+        self.before = before
+        try:
+            steps, options = _plan(before, self.wish)
+            for step in steps:
+                self._perform(step)
+            after = observe(self.config) if steps else before
+            expected = predict(before, steps, options)
+            if after.summary() != expected:
+                differs = {
+                    key: {"expected": expected[key], "found": value}
+                    for key, value in after.summary().items()
+                    if value != expected[key]
+                }
+                raise Surprise(
+                    f"engine '{self.config.engine}' on {after.host} is {after.state} after the change to "
+                    f"{self.wish.state}: {differs}",
+                    next_step="look at vllm_info and the unit's journal; run this again to converge",
+                    reasons=after.reasons,
+                    unseen=after.unseen,
+                )
+            if self.changed:
+                self._record(after)
+            return Outcome(
+                self.changed,
+                self.actions,
+                before.summary(),
+                after.summary(),
+                round(self.deadline.elapsed, 3),
+                self.timings,
+                self.extra,
+            )
+        except LifecycleError as exc:
+            self._explain(exc, before)
+            raise
+        finally:
+            self.engine.close()
+
+    def _perform(self, step: Step) -> None:
+        self.report(_sentence(self.config, step))
+        begun = time.monotonic()
+        try:
+            getattr(self, f"_{step.name}")()
+        finally:
+            seconds = time.monotonic() - begun
+            self.timings[step.name] = round(self.timings.get(step.name, 0.0) + seconds, 3)
+        # Only what was done and verified counts as changed; a step that failed is told by the error.
+        self.actions.append(_sentence(self.config, step))
+        self.changed = self.changed or step.mutates
+        if step.name != "release":
+            lease.note(self.config.engine, step.name, seconds)
+
+    def _record(self, after: Observation) -> None:
+        last: dict[str, t.Any] = {
+            "wanted": self.wish.state,
+            "run": self.wish.lease.run,
+            "owner": self.wish.lease.owner,
+            "state": after.state,
+            "timings": self.timings,
+        }
+        if self.wish.state == "restarted" and after.unit:
+            last["restarted_pid"] = after.unit.main_pid
+        elif (
+            self.before.restarted_by
+            and after.unit
+            and self.before.unit
+            and after.unit.main_pid == self.before.unit.main_pid
+        ):
+            # A later transition of the same process does not undo that this run has restarted it.
+            last.update(restarted_pid=after.unit.main_pid, run=self.before.restarted_by)
+        lease.record(self.config.engine, "last_transition.json", last)
+
+    def _explain(self, exc: LifecycleError, before: Observation) -> None:
+        """Add what is known to an error: what was done, what was found, what is left. Never guesses: it looks again."""
+        after = observe(self.config)
+        left = {
+            "running": after.api.metrics.running if after.api and after.api.metrics else None,
+            "waiting": after.api.metrics.waiting if after.api and after.api.metrics else None,
+            "sessions": after.gate.sessions if after.gate else None,
+        }
+        exc.details.setdefault("left", left)
+        exc.details.update(
+            changed=self.changed,
+            actions=self.actions,
+            before=before.summary(),
+            after=after.summary(),
+            elapsed=round(self.deadline.elapsed, 3),
+            timings=self.timings,
+            **self.extra,
+        )
+
+    # The steps.
+
+    def _lease(self) -> None:
+        gate = self.before.gate
+        lease.take(self.config.engine, self.wish.lease, self.wish.state, gate.admission if gate else "")
+
+    def _release(self) -> None:
+        held = lease.read(self.config.engine)
+        if held is not None:
+            self.extra["out_of_service"] = {
+                "since": held.since,
+                "seconds": round(time.time() - held.since, 3),
+                "owner": held.owner,
+                "run": held.run,
+                "timings": held.timings(),
+                "started": lease.last_start(self.config.engine),
+            }
+        lease.release(self.config.engine)
+
+    def _withdraw(self) -> None:
+        Gate(self.config).set("admission", "withdrawn")
+
+    def _close(self) -> None:
+        Gate(self.config).set("admission", "closed")
+
+    def _admit(self) -> None:
+        Gate(self.config).set("admission", "open")
+
+    def _await_router(self) -> None:
+        ends = self.deadline.sooner(self.config.router_detection)
+        while ends.rest():
+            pass
+        if self.deadline.left <= 0:
+            raise DeadlineExceeded(
+                f"the timeout of {self.deadline.seconds:g} s ended while the router of engine "
+                f"'{self.config.engine}' on {socket.gethostname()} had {self.config.router_detection:g} s to notice",
+                next_step=f"use a timeout well above {self.config.router_detection:g} s",
+            )
+
+    def _await_idle(self) -> None:
+        try:
+            self._quiet(self.deadline)
+        except DeadlineExceeded:
+            if self.wish.mode != "abort":
+                raise
+            self._abort()
+
+    def _await_closed(self) -> None:
+        # Nothing can come in any more: what a last request started gets the same patience as the others had.
+        self._await_idle()
+
+    def _quiet(self, deadline: Deadline) -> None:
+        """Until gate and engine are without work, several readings in a row, no request having passed between them."""
+        gate = Gate(self.config) if self.config.gate else None
+        quiet = 0
+        total = -1
+        told = time.monotonic()
+        tokens: int | None = None
+        progress = time.monotonic()
+        while True:
+            metrics = self.engine.metrics(CALL_TIMEOUT)
+            door = gate.observe() if gate else None
+            running, waiting = _counts(metrics, self.config.engine)
+            sessions = door.sessions if door else 0
+            if metrics.tokens != tokens:
+                tokens, progress = metrics.tokens, time.monotonic()
+            passed = door.total if door else 0
+            quiet = quiet + 1 if not running + waiting + sessions and passed == total else 0
+            total = passed
+            if quiet >= QUIET_READINGS:
+                return
+            if time.monotonic() - told > 5:
+                told = time.monotonic()
+                self.report(
+                    f"{self.config.engine}: {running} running, {waiting} waiting, {sessions} session(s) at the gate, "
+                    f"{deadline.left:.0f} s left"
+                )
+            if not deadline.rest(QUIET_INTERVAL):
+                still = time.monotonic() - progress
+                raise DeadlineExceeded(
+                    f"engine '{self.config.engine}' on {socket.gethostname()} still has {running} running and "
+                    f"{waiting} waiting request(s) and {sessions} session(s) at the gate after {deadline.seconds:g} s"
+                    + (f"; no token came for {still:.0f} s" if still > 5 else ""),
+                    next_step="raise timeout, choose mode=abort and have the cut requests counted, or put it back with "
+                    "vllm_drain state=serving",
+                    left={
+                        "running": running,
+                        "waiting": waiting,
+                        "deferred": metrics.deferred,
+                        "sessions": sessions,
+                        "seconds_without_a_token": round(still, 1),
+                    },
+                )
+
+    def _abort(self) -> None:
+        """Cut what is left, which the caller chose, and count it."""
+        before = self.engine.metrics(CALL_TIMEOUT).finished.get("abort", 0)
+        self.engine.pause("abort", ABORT_TIMEOUT)
+        self.changed = True
+        self.engine.resume(CALL_TIMEOUT)
+        try:
+            self._quiet(Deadline(ABORT_TIMEOUT))
+        finally:
+            cut = self.engine.metrics(CALL_TIMEOUT).finished.get("abort", 0) - before
+            self.extra["requests_cut"] = cut
+            self.actions.append(f"{self.config.engine}: cut {cut} request(s) after {self.deadline.seconds:g} s")
+
+    def _pause(self) -> None:
+        self.engine.pause("wait", max(CALL_TIMEOUT, self.deadline.left))
+        metrics = self.engine.metrics(CALL_TIMEOUT)
+        running, waiting = _counts(metrics, self.config.engine)
+        if self.engine.is_paused(CALL_TIMEOUT) is not True or running + waiting:
+            # What waits in a paused engine would die with it; let it go on and say so.
+            self.engine.resume(CALL_TIMEOUT)
+            raise Surprise(
+                f"engine '{self.config.engine}' on {socket.gethostname()} was paused with {running} running and "
+                f"{waiting} waiting request(s); it was resumed",
+                next_step="something reaches the engine's socket past the gate: find it, and run this again",
+            )
+
+    def _resume(self) -> None:
+        self.engine.resume(CALL_TIMEOUT)
+        if self.engine.is_paused(CALL_TIMEOUT) is not False:
+            raise Surprise(
+                f"engine '{self.config.engine}' on {socket.gethostname()} is still paused after /resume",
+                next_step="restart it with vllm_engine state=restarted",
+            )
+
+    def _prove(self) -> None:
+        prove(self.engine, {"prompt_tokens": 4, "max_tokens": 1}, self.deadline.sooner(60))
+
+    def _await_ready(self) -> None:
+        """The router's own question, over the network."""
+        gate = Gate(self.config)
+        why = "/ready is 503"
+        while True:
+            try:
+                if gate.ready(CALL_TIMEOUT):
+                    return
+                state = gate.observe()
+                why = f"/ready is 503: admission {state.admission}, proved {state.proved}, engine up {state.backend_up}"
+            except Unreachable as exc:
+                why = str(exc)
+            if not self.deadline.rest(0.1):
+                raise DeadlineExceeded(
+                    f"the gate of engine '{self.config.engine}' on {socket.gethostname()} does not show it "
+                    f"ready: {why}",
+                    next_step="systemctl status vllm-gate.service; run this again",
+                )
+
+    def _stop(self) -> None:
+        ended = self.unit.stop(self.deadline)
+        self.extra["stop_result"] = ended.result
+
+    def _start(self) -> None:
+        state = self.unit.start(self.deadline)
+        started = lease.last_start(self.config.engine) or {}
+        if started.get("main_pid") != state.main_pid:
+            raise Surprise(
+                f"unit {self.config.unit} on {socket.gethostname()} is active with pid {state.main_pid}, yet no proof of "
+                "that process is on record",
+                next_step="run the role baremetal.vllm.vllm_engine again: the unit lacks its ExecStartPost",
+            )
+        self.extra["started"] = started
+
+
+def _counts(metrics: Metrics, name: str) -> tuple[int, int]:
+    if metrics.running is None or metrics.waiting is None:
+        raise Surprise(f"engine '{name}' does not report its requests any more")
+    return sum(metrics.running.values()), sum(metrics.waiting.values())
+
+
+def prove(engine: Engine, shape: t.Mapping[str, int], deadline: Deadline) -> float:
+    """A completion of a shape, whole and in time; seconds it took.
+
+    :raises Surprise: an answer that is not the completion that was owed.
+    """
+    begun = time.monotonic()
+    done = engine.complete(timeout=max(deadline.left, 0.1), **shape)
+    if done.finish_reason != "length" or done.tokens != shape["max_tokens"]:
+        raise Surprise(
+            f"engine '{engine.config.engine}' on {socket.gethostname()} owed {shape['max_tokens']} token(s) and gave "
+            f"{done.tokens} with finish_reason {done.finish_reason!r}",
+            next_step=f"read journalctl -u {engine.config.unit}; restart it with vllm_engine state=restarted",
+        )
+    return time.monotonic() - begun

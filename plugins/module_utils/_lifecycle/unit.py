@@ -1,0 +1,214 @@
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""Speaks to systemd about one unit: systemctl, the unit's control group, its journal."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from . import store
+from .deadline import Deadline
+from .errors import DeadlineExceeded, LifecycleError, Surprise, UsageError
+
+_PROPERTIES = (
+    "LoadState",
+    "ActiveState",
+    "SubState",
+    "Result",
+    "NRestarts",
+    "MainPID",
+    "ControlGroup",
+    "ExecMainStartTimestampMonotonic",
+    "NeedDaemonReload",
+    "UnitFileState",
+    "Job",
+)
+# Where the hierarchy with systemd's groups is mounted: cgroup v2, hybrid, v1.
+_HIERARCHIES = ("sys/fs/cgroup", "sys/fs/cgroup/unified", "sys/fs/cgroup/systemd")
+QUERY_TIMEOUT = 20
+
+
+@dataclass(frozen=True)
+class UnitState:
+    """systemd's view of a unit. Times are seconds on the monotonic clock."""
+
+    load_state: str
+    active_state: str
+    sub_state: str
+    result: str
+    n_restarts: int
+    main_pid: int
+    control_group: str
+    started_at: float
+    need_daemon_reload: bool
+    enabled: str
+    job: str
+    pids: list[int] = field(default_factory=list)
+
+
+def _systemctl(*arguments: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            ["systemctl", *arguments], capture_output=True, text=True, timeout=QUERY_TIMEOUT, check=False
+        )
+    except FileNotFoundError as exc:
+        raise UsageError(
+            f"host {socket.gethostname()} has no systemctl, so no systemd runs its units",
+            next_step="use a host that was booted with systemd",
+        ) from exc
+    except subprocess.TimeoutExpired as exc:
+        raise LifecycleError(
+            f"systemctl {' '.join(arguments)} gave no answer within {QUERY_TIMEOUT} s",
+            next_step=f"look at the system manager of {socket.gethostname()}: systemctl list-jobs",
+        ) from exc
+
+
+class Unit:
+    """One systemd unit, by its full name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def show(self) -> UnitState:
+        """What systemd knows now.
+
+        :raises UsageError: systemd does not run here, or the unit does not exist.
+        :raises Surprise: an answer that is none.
+        """
+        done = _systemctl("show", "--property", ",".join(_PROPERTIES), "--", self.name)
+        if done.returncode != 0:
+            raise UsageError(
+                f"systemctl on host {socket.gethostname()} cannot show {self.name}: {done.stderr.strip()}",
+                next_step="run as root on a host that was booted with systemd",
+            )
+        values = dict(line.partition("=")[::2] for line in done.stdout.splitlines() if "=" in line)
+        try:
+            state = UnitState(
+                load_state=values["LoadState"],
+                active_state=values["ActiveState"],
+                sub_state=values["SubState"],
+                result=values.get("Result", ""),
+                n_restarts=int(values.get("NRestarts") or 0),
+                main_pid=int(values.get("MainPID") or 0),
+                control_group=values.get("ControlGroup", ""),
+                started_at=int(values.get("ExecMainStartTimestampMonotonic") or 0) / 1e6,
+                need_daemon_reload=values.get("NeedDaemonReload") == "yes",
+                enabled=values.get("UnitFileState", ""),
+                job=values.get("Job", ""),
+                pids=group_pids(values.get("ControlGroup", "")),
+            )
+        except (KeyError, ValueError) as exc:
+            raise Surprise(
+                f"systemctl show {self.name} gave no usable answer ({exc!r}): {done.stdout[:200]!r}"
+            ) from exc
+        if state.load_state != "loaded":
+            raise UsageError(
+                f"host {socket.gethostname()}: unit {self.name} is {state.load_state}",
+                next_step="run playbooks/site.yml, which installs the unit",
+            )
+        return state
+
+    def start(self, deadline: Deadline) -> UnitState:
+        """Start and wait until systemd says active, which for an engine means proved ready.
+
+        :raises LifecycleError: the start failed; carries the end of the journal.
+        :raises DeadlineExceeded: still starting at the deadline.
+        """
+        if self.show().active_state == "failed":
+            self._queue("reset-failed")
+        restarts = self.show().n_restarts
+        self._queue("start", "--no-block")
+        while True:
+            state = self.show()
+            if state.active_state == "active" and not state.job:
+                return state
+            # "failed" with a job queued is the restart that we asked for, not yet begun. A unit that systemd
+            # restarts by itself has failed the start that was asked for.
+            ended = state.active_state in ("failed", "inactive") and not state.job
+            if ended or state.sub_state == "auto-restart" or state.n_restarts > restarts:
+                raise LifecycleError(
+                    f"unit {self.name} did not start: {state.active_state}/{state.sub_state}, result {state.result}",
+                    next_step=f"read journalctl -u {self.name}, correct the cause and run this again",
+                    journal=self.journal(40),
+                )
+            if not deadline.rest():
+                raise DeadlineExceeded(
+                    f"unit {self.name} is still {state.active_state}/{state.sub_state} after {deadline.seconds:g} s",
+                    next_step=f"read journalctl -u {self.name}; raise timeout when the engine is only slow",
+                    journal=self.journal(40),
+                )
+
+    def stop(self, deadline: Deadline) -> UnitState:
+        """Stop, also a unit in a restart loop, and wait until its control group is empty. Returns how it ended.
+
+        :raises DeadlineExceeded: something is left at the deadline; names the processes.
+        """
+        self._queue("stop", "--no-block")
+        while True:
+            state = self.show()
+            if state.active_state in ("inactive", "failed") and not state.job and not state.pids:
+                if state.active_state == "failed":
+                    self._queue("reset-failed")
+                return state
+            if not deadline.rest():
+                raise DeadlineExceeded(
+                    f"unit {self.name} is still {state.active_state}/{state.sub_state} after {deadline.seconds:g} s",
+                    next_step=f"read journalctl -u {self.name}; its processes are listed under left",
+                    left={"pids": state.pids},
+                    journal=self.journal(20),
+                )
+
+    def journal(self, lines: int) -> list[str]:
+        """The unit's last journal lines; what went wrong in reading them stands in their place."""
+        try:
+            done = subprocess.run(
+                ["journalctl", "--unit", self.name, "--lines", str(lines), "--no-pager", "--output", "cat"],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=QUERY_TIMEOUT,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as exc:
+            return [f"(the journal could not be read: {exc})"]
+        return (done.stdout or done.stderr).splitlines()[-lines:]
+
+    def _queue(self, verb: str, *options: str) -> None:
+        done = _systemctl(verb, *options, "--", self.name)
+        if done.returncode != 0:
+            raise LifecycleError(
+                f"systemctl {verb} {self.name} on host {socket.gethostname()}: {done.stderr.strip()}",
+                next_step=f"read systemctl status {self.name}",
+                journal=self.journal(20),
+            )
+
+
+def group_pids(control_group: str) -> list[int]:
+    """Every process in a control group and the groups below it; empty when the group is gone."""
+    if not control_group:
+        return []
+    for hierarchy in _HIERARCHIES:
+        top = store.root() / hierarchy / control_group.lstrip("/")
+        if not top.is_dir():
+            continue
+        pids: set[int] = set()
+        for procs in [top / "cgroup.procs", *top.glob("**/*/cgroup.procs")]:
+            try:
+                pids.update(int(pid) for pid in procs.read_text().split())
+            except OSError:  # a group that ended between listing and reading
+                continue
+        return sorted(pids)
+    return []
+
+
+def process_start(pid: int) -> int | None:
+    """The start time of a live process in clock ticks since boot: with the pid its identity. None: gone or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in ("Z", "X") else int(fields[19])

@@ -1,0 +1,149 @@
+#!/usr/bin/python
+
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: vllm_engine
+short_description: Start, stop or restart the unit of a vLLM engine, with proof
+version_added: 0.1.0
+description:
+  - An engine that serves is drained before it is stopped. A start ends when the unit is active, which for the units of
+    this collection means warmed and proved ready; then a completion is asked for.
+  - An engine that this module itself took out of rotation is admitted again after the start. One that was drained on
+    purpose, with M(baremetal.vllm.vllm_drain), stays drained.
+author:
+  - baremetal.vllm contributors (@baremetal-vllm)
+extends_documentation_fragment:
+  - baremetal.vllm._common
+  - baremetal.vllm._common.attributes
+  - baremetal.vllm._common.engines
+  - baremetal.vllm._common.change
+attributes:
+  check_mode:
+    support: full
+    details: A prediction from reads alone. Whether the start will succeed cannot be known.
+  diff_mode:
+    support: full
+  idempotent:
+    support: partial
+    details: O(state=restarted) restarts each time, unless O(run) names a run that has restarted this process already.
+options:
+  state:
+    description:
+      - The wanted state of the unit.
+    type: str
+    choices: [started, stopped, restarted]
+    required: true
+  mode:
+    description:
+      - What happens to requests that are still in flight at the time-out.
+      - V(wait) fails and leaves them running, with the engine withdrawn.
+      - V(abort) cuts them and counts them in RV(requests_cut).
+    type: str
+    choices: [wait, abort]
+    default: wait
+seealso:
+  - module: baremetal.vllm.vllm_drain
+"""
+
+EXAMPLES = r"""
+- name: Restart two engines of a host once in this run, however often the play is started
+  baremetal.vllm.vllm_engine:
+    engines: [chat, code]
+    state: restarted
+    run: "{{ run_id }}"
+    timeout: 1800
+  vars:
+    ansible_python_interpreter: /opt/vllm/control/bin/python
+"""
+
+RETURN = r"""
+changed:
+  description: Whether anything was changed, also by a run that failed later.
+  returned: always
+  type: bool
+actions:
+  description: What was done, or in check mode would be done, one sentence a step.
+  returned: always
+  type: list
+  elements: str
+  sample: ["chat: stop the unit", "chat: start the unit and wait until it is proved ready"]
+engines:
+  description:
+    - The result of each engine, by name, with the keys C(changed), C(actions), C(before), C(after), C(elapsed) and
+      C(timings); after a failure also C(left).
+  returned: always
+  type: dict
+before:
+  description: The state before, for O(engine). Unseen values are null.
+  returned: when O(engine) is used
+  type: dict
+  sample: {"state": "drained", "level": null, "admission": "closed", "proved": true, "paused": true, "lease": "ansible"}
+after:
+  description: The state after, observed anew; in check mode the predicted one.
+  returned: when O(engine) is used
+  type: dict
+  sample: {"state": "withdrawn", "level": null, "admission": "closed", "proved": true, "paused": false, "lease": "me"}
+elapsed:
+  description: Seconds.
+  returned: when O(engine) is used
+  type: float
+  sample: 5.2
+timings:
+  description: Seconds by step.
+  returned: when O(engine) is used
+  type: dict
+  sample: {"stop": 4.1, "start": 61.0, "prove": 0.1}
+requests_cut:
+  description: Requests that O(mode=abort) cut.
+  returned: when requests were cut
+  type: int
+started:
+  description: The record of the start, with C(main_pid), C(boot_s) until it served, C(warm_s) for its warm-up.
+  returned: when the unit was started
+  type: dict
+  sample: {"main_pid": 812, "boot_s": 58.2, "warm_s": 1.1}
+stop_result:
+  description: The result that systemd gives for the stop, such as V(success) or V(timeout).
+  returned: when the unit was stopped
+  type: str
+out_of_service:
+  description:
+    - What the released lease had held, since when (seconds since the epoch), for how many seconds, with the seconds of
+      every step under it, and the record of the last proved start.
+  returned: when a lease was released
+  type: dict
+left:
+  description: What stood in the way, by engine.
+  returned: on failure
+  type: dict
+  sample: {"chat": {"running": 2, "waiting": 0, "sessions": 2}}
+next_step:
+  description: What to do about the failure.
+  returned: on failure
+  type: str
+"""
+
+from ansible.module_utils.basic import AnsibleModule
+
+from ansible_collections.baremetal.vllm.plugins.module_utils._glue import CHANGE, ONE_OR_MORE, run_change
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            **CHANGE,
+            "state": {"type": "str", "choices": ["started", "stopped", "restarted"], "required": True},
+            "mode": {"type": "str", "choices": ["wait", "abort"], "default": "wait"},
+        },
+        supports_check_mode=True,
+        **ONE_OR_MORE,
+    )
+    run_change(module, module.params["state"])
+
+
+if __name__ == "__main__":
+    main()

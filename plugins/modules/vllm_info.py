@@ -1,0 +1,75 @@
+#!/usr/bin/python
+
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: vllm_info
+short_description: One observed state of each vLLM engine of a host
+version_added: 0.1.0
+description:
+  - Joins what systemd, the engine, its gate, the GPUs and the lease say into one state for each engine. Signals that
+    are missing or contradict each other give the state V(unknown) with the reasons, never a guess.
+  - Changes nothing.
+author:
+  - baremetal.vllm contributors (@baremetal-vllm)
+extends_documentation_fragment:
+  - baremetal.vllm._common
+  - baremetal.vllm._common.attributes
+  - baremetal.vllm._common.engines
+attributes:
+  check_mode:
+    support: full
+    details: It only reads.
+  diff_mode:
+    support: N/A
+    details: It changes nothing.
+  idempotent:
+    support: full
+options:
+  engine:
+    description:
+      - The name of one engine. Without it and O(engines), all engines of the host.
+"""
+
+EXAMPLES = r"""
+- name: See the engines of this host
+  baremetal.vllm.vllm_info:
+  vars:
+    ansible_python_interpreter: /opt/vllm/control/bin/python
+  register: seen
+"""
+
+RETURN = r"""
+engines:
+  description:
+    - What was seen, by engine name. C(state) is one of V(stopped), V(starting), V(serving), V(withdrawn), V(draining),
+      V(drained), V(asleep), V(waking), V(failed) and V(unknown); C(reasons) say why; C(unseen) names signals that could
+      not be read; C(unit), C(api), C(gate), C(gpus), C(memory), C(lease), C(started) and C(last) hold the signals
+      themselves; C(stale) tells whether the running process has another configuration than is on disk.
+  returned: success
+  type: dict
+  sample: {"chat": {"state": "serving", "reasons": [], "unseen": {"gpu": "NVML: Driver Not Loaded"}}}
+"""
+
+from ansible.module_utils.basic import AnsibleModule
+
+from ansible_collections.baremetal.vllm.plugins.module_utils._glue import ENGINES, chosen_engines, fail
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import config
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.errors import LifecycleError
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.observe import observe
+
+
+def main() -> None:
+    module = AnsibleModule(argument_spec=ENGINES, supports_check_mode=True, mutually_exclusive=[("engine", "engines")])
+    try:
+        seen = {name: observe(config.load(name)).asdict() for name in chosen_engines(module, every=True)}
+    except LifecycleError as exc:
+        fail(module, exc)
+    module.exit_json(changed=False, engines=seen)
+
+
+if __name__ == "__main__":
+    main()

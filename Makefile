@@ -11,7 +11,6 @@ FLOOR := $(CURDIR)/.venv-2.16/bin
 IN_VENV := PATH="$(VENV):$$PATH"
 MOLECULE := molecule test --scenario-name rolling
 SHELL_SCRIPTS = $(shell git ls-files --cached --others --exclude-standard | xargs -r grep --files-with-matches --no-messages --max-count=1 --extended-regexp '^\#!(/usr)?/bin/(env )?(ba)?sh')
-YAML = $(shell git ls-files --cached --others --exclude-standard -- '*.yml' '*.yaml' .ansible-lint .yamllint)
 
 .PHONY: help deps lint sanity unit integration molecule test demo lock clean
 
@@ -22,13 +21,17 @@ deps: ## Debian packages, .venv and .venv-2.16; nothing to do takes a second
 	@$(PYTHON) tools/deps.py
 
 lint: deps ## yamllint, ansible-lint, ruff, mypy, shellcheck, changelog, plugin documentation
-	@echo "== yamllint"; $(VENV)/yamllint --strict .
-	@echo "== ansible-lint"; $(IN_VENV) ansible-lint --offline --nocolor -q
-	@echo "== ruff"; $(VENV)/ruff check --quiet; $(VENV)/ruff format --quiet --check
-	@echo "== mypy"; $(VENV)/mypy
-	@echo "== shellcheck"; shellcheck $(SHELL_SCRIPTS)
-	@echo "== antsibull-changelog"; $(VENV)/antsibull-changelog lint
-	@echo "== antsibull-docs"; $(IN_VENV) antsibull-docs lint-collection-docs --plugin-docs .
+	@export PATH="$(VENV):$$PATH" failed=""; \
+	step() { echo "== $$*"; "$$@" || failed+=" $$1"; }; \
+	step yamllint --strict .; \
+	step ansible-lint --offline --nocolor -q; \
+	step ruff check --quiet --output-format concise; \
+	step ruff format --check --output-format concise; \
+	step mypy; \
+	step shellcheck $(SHELL_SCRIPTS); \
+	step antsibull-changelog lint; \
+	step antsibull-docs lint-collection-docs --plugin-docs .; \
+	[ -z "$$failed" ] || { echo "lint: failed:$$failed" >&2; exit 1; }
 
 sanity: deps ## ansible-test sanity, current and 2.16
 	@echo "== ansible-test sanity"; $(VENV)/python tools/sanity.py

@@ -354,8 +354,8 @@ class Transition:
         started = lease.last_start(self.config.engine) or {}
         if started.get("main_pid") != state.main_pid:
             raise Surprise(
-                f"unit {self.config.unit} on {socket.gethostname()} is active with pid {state.main_pid}, yet no proof of "
-                "that process is on record",
+                f"unit {self.config.unit} on {socket.gethostname()} is active with pid {state.main_pid}, yet no "
+                "proof of that process is on record",
                 next_step="run the role baremetal.vllm.vllm_engine again: the unit lacks its ExecStartPost",
             )
         self.extra["started"] = started

@@ -1,0 +1,199 @@
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Every state with every wish: the steps, the refusal, and that the predicted end needs no further step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.errors import Refused, UnknownState
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.observe import STATES
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.plan import WANTED, Options, plan, predict
+from ansible_collections.baremetal.vllm.tests.unit.plugins.module_utils.lifecycle_factory import (
+    OURS,
+    api_state,
+    gate_state,
+    lease,
+    observation,
+    unit_state,
+)
+
+OPTIONS = Options(owner=OURS)
+OUT = ["withdraw", "await_router", "await_idle", "close", "await_closed"]
+OUT_AGAIN = OUT[1:]  # withdrawn already, perhaps a moment ago
+BACK = ["prove", "admit", "await_ready", "release"]
+
+SERVING = observation()
+WITHDRAWN = observation(gate=gate_state("withdrawn"))
+DRAINING = observation(gate=gate_state("withdrawn"), api=api_state(running=2))
+DRAINED = observation(gate=gate_state("closed"), api=api_state(paused=True))
+STOPPED = observation(unit=unit_state("inactive", "dead"), gate=gate_state("open", proved=False, up=False))
+FAILED = observation(unit=unit_state("failed", "failed", "exit-code"), gate=gate_state("closed", False, False))
+STARTING = observation(unit=unit_state("activating", "start-post"), gate=gate_state("open", False, False))
+ASLEEP = observation(gate=gate_state("closed"), api=api_state(paused=True, sleep="weights_offloaded"))
+UNKNOWN = observation(api=api_state(healthy=False))
+# A staged wake in its middle is a state of its own; the planner may do nothing with it but stop.
+WAKING = dataclasses.replace(ASLEEP, state="waking", level=None)
+
+TABLE = {
+    ("stopped", "drained"): (STOPPED, ["lease", "close"]),
+    ("stopped", "serving"): (STOPPED, Refused),
+    ("stopped", "started"): (STOPPED, ["lease", "start", *BACK]),
+    ("stopped", "stopped"): (STOPPED, []),
+    ("stopped", "restarted"): (STOPPED, ["lease", "start", *BACK]),
+    ("failed", "drained"): (FAILED, ["lease"]),
+    ("failed", "serving"): (FAILED, Refused),
+    ("failed", "started"): (FAILED, ["lease", "start", "prove", "release"]),
+    ("failed", "stopped"): (FAILED, ["lease", "stop"]),
+    ("failed", "restarted"): (FAILED, ["lease", "stop", "start", "prove", "release"]),
+    ("starting", "drained"): (STARTING, Refused),
+    ("starting", "serving"): (STARTING, Refused),
+    ("starting", "started"): (STARTING, ["start"]),
+    ("starting", "stopped"): (STARTING, ["lease", "withdraw", "await_router", "close", "stop"]),
+    ("starting", "restarted"): (STARTING, ["lease", "withdraw", "await_router", "close", "stop", "start", *BACK]),
+    ("serving", "drained"): (SERVING, ["lease", *OUT, "pause"]),
+    ("serving", "serving"): (SERVING, []),
+    ("serving", "started"): (SERVING, []),
+    ("serving", "stopped"): (SERVING, ["lease", *OUT, "stop"]),
+    ("serving", "restarted"): (SERVING, ["lease", *OUT, "stop", "start", *BACK]),
+    ("withdrawn", "drained"): (WITHDRAWN, ["lease", *OUT_AGAIN, "pause"]),
+    ("withdrawn", "serving"): (WITHDRAWN, ["prove", "admit", "await_ready"]),
+    ("withdrawn", "started"): (WITHDRAWN, []),
+    ("withdrawn", "stopped"): (WITHDRAWN, ["lease", *OUT_AGAIN, "stop"]),
+    ("withdrawn", "restarted"): (WITHDRAWN, ["lease", *OUT_AGAIN, "stop", "start", "prove", "release"]),
+    ("draining", "drained"): (DRAINING, ["lease", *OUT_AGAIN, "pause"]),
+    ("draining", "serving"): (DRAINING, ["prove", "admit", "await_ready"]),
+    ("draining", "started"): (DRAINING, []),
+    ("draining", "stopped"): (DRAINING, ["lease", *OUT_AGAIN, "stop"]),
+    ("draining", "restarted"): (DRAINING, ["lease", *OUT_AGAIN, "stop", "start", "prove", "release"]),
+    ("drained", "drained"): (DRAINED, ["lease"]),
+    ("drained", "serving"): (DRAINED, ["resume", "prove", "admit", "await_ready"]),
+    ("drained", "started"): (DRAINED, []),
+    ("drained", "stopped"): (DRAINED, ["lease", "stop"]),
+    ("drained", "restarted"): (DRAINED, ["lease", "stop", "start", "prove", "release"]),
+    ("asleep", "drained"): (ASLEEP, ["lease"]),
+    ("asleep", "serving"): (ASLEEP, Refused),
+    ("asleep", "started"): (ASLEEP, []),
+    ("asleep", "stopped"): (ASLEEP, ["lease", "stop"]),
+    ("asleep", "restarted"): (ASLEEP, ["lease", "stop", "start", "prove", "release"]),
+    ("waking", "drained"): (WAKING, Refused),
+    ("waking", "serving"): (WAKING, Refused),
+    ("waking", "started"): (WAKING, []),
+    ("waking", "stopped"): (WAKING, ["lease", "stop"]),
+    ("waking", "restarted"): (WAKING, ["lease", "stop", "start", "prove", "release"]),
+    ("unknown", "drained"): (UNKNOWN, UnknownState),
+    ("unknown", "serving"): (UNKNOWN, UnknownState),
+    ("unknown", "started"): (UNKNOWN, UnknownState),
+    ("unknown", "stopped"): (UNKNOWN, ["lease", "withdraw", "await_router", "close", "stop"]),
+    ("unknown", "restarted"): (UNKNOWN, ["lease", "withdraw", "await_router", "close", "stop", "start", *BACK]),
+}
+
+
+def names(steps):
+    return [step.name for step in steps]
+
+
+def test_the_table_is_complete():
+    assert set(TABLE) == {(state, wanted) for state in STATES for wanted in WANTED}
+
+
+@pytest.mark.parametrize(("state", "wanted"), TABLE, ids=lambda value: str(value))
+def test_steps(state, wanted):
+    now, expected = TABLE[state, wanted]
+    assert now.state == state
+    if not isinstance(expected, list):
+        with pytest.raises(expected, match=f"'chat' on e1 is {state}") as caught:
+            plan(wanted, now, OPTIONS)
+        assert caught.value.next_step
+        return
+    assert names(plan(wanted, now, OPTIONS)) == expected
+
+
+@pytest.mark.parametrize(("state", "wanted"), TABLE, ids=lambda value: str(value))
+def test_someone_elses_lease_is_respected_unless_forced(state, wanted):
+    now, expected = TABLE[state, wanted]
+    if not isinstance(expected, list) or not expected:
+        return  # refused anyway, or nothing to do
+    against = Options(owner=OURS, lease_against="night-shift")
+    with pytest.raises(Refused, match="held by night-shift"):
+        plan(wanted, now, against)
+    assert names(plan(wanted, now, against._replace(force=True))) == expected
+
+
+AFTER_DRAIN = lease(purpose="drained")
+LEASES = [
+    # a change that was killed goes on; what was drained on purpose stays out
+    (dataclasses.replace(DRAINED, lease=AFTER_DRAIN), "drained", []),
+    (dataclasses.replace(DRAINED, lease=AFTER_DRAIN), "restarted", ["stop", "start", "prove"]),
+    (dataclasses.replace(STOPPED, lease=AFTER_DRAIN), "restarted", ["start", "prove"]),
+    (dataclasses.replace(STOPPED, lease=AFTER_DRAIN), "started", ["start", "prove"]),
+    (dataclasses.replace(WITHDRAWN, lease=AFTER_DRAIN), "started", []),
+    (dataclasses.replace(DRAINED, lease=AFTER_DRAIN), "serving", ["resume", *BACK]),
+    (dataclasses.replace(STOPPED, lease=lease()), "restarted", ["start", *BACK]),
+    (dataclasses.replace(WITHDRAWN, lease=lease()), "started", BACK),
+    (dataclasses.replace(DRAINED, lease=lease()), "started", ["resume", *BACK]),
+    (dataclasses.replace(WITHDRAWN, lease=lease(restore="withdrawn")), "started", ["prove", "release"]),
+    (dataclasses.replace(SERVING, lease=lease()), "serving", ["release"]),
+    (dataclasses.replace(WITHDRAWN, lease=lease(owner="night-shift")), "started", []),
+]
+
+
+@pytest.mark.parametrize(("now", "wanted", "expected"), LEASES)
+def test_steps_under_a_lease(now, wanted, expected):
+    assert names(plan(wanted, now, OPTIONS)) == expected
+
+
+def test_a_restart_is_done_once_for_each_run():
+    done = {"run": "r1", "restarted_pid": 10}
+    assert plan("restarted", observation(last=done), Options(owner=OURS, run="r1")) == []
+    assert "stop" in names(plan("restarted", observation(last=done), Options(owner=OURS, run="r2")))
+    other_process = {"run": "r1", "restarted_pid": 9}
+    assert "stop" in names(plan("restarted", observation(last=other_process), Options(owner=OURS, run="r1")))
+    killed = observation(last=done, held=lease(), gate=gate_state("closed"))
+    assert names(plan("restarted", killed, Options(owner=OURS, run="r1"))) == BACK
+
+
+def test_a_paused_engine_that_is_admitted_resumes_before_it_drains():
+    now = observation(api=api_state(paused=True, waiting=3), gate=gate_state("open"))
+    assert names(plan("drained", now, OPTIONS)) == ["lease", "resume", *OUT, "pause"]
+
+
+def test_a_drain_that_cannot_be_counted_is_refused_before_it_begins():
+    for wanted in ("drained", "stopped", "restarted"):
+        with pytest.raises(Refused, match="does not report its requests"):
+            plan(wanted, observation(api=api_state(running=None)), OPTIONS)
+
+
+def test_without_development_endpoints_the_closed_gate_is_the_only_lock():
+    now = observation(api=api_state(dev_mode=False))
+    steps = plan("drained", now, OPTIONS)
+    assert names(steps) == ["lease", *OUT]
+    assert predict(now, steps, OPTIONS)["state"] == "drained"
+
+
+def test_without_a_gate_the_engine_alone_is_drained_and_resumed():
+    now = observation(has_gate=False)
+    assert names(plan("drained", now, OPTIONS)) == ["lease", "await_idle", "pause"]
+    drained = observation(has_gate=False, api=api_state(paused=True), held=AFTER_DRAIN)
+    assert names(plan("serving", drained, OPTIONS)) == ["resume", "prove", "release"]
+
+
+END = {
+    "drained": observation(gate=gate_state("closed"), api=api_state(paused=True), held=AFTER_DRAIN),
+    "serving": SERVING,
+    "started": SERVING,
+    "stopped": observation(
+        unit=unit_state("inactive", "dead"), gate=gate_state("closed", False, False), held=lease(purpose="stopped")
+    ),
+    "restarted": SERVING,
+}
+
+
+@pytest.mark.parametrize("wanted", WANTED)
+def test_the_prediction_is_the_state_that_those_steps_end_in(wanted):
+    """From a serving engine, and for serving from a drained one: prediction and observation have the same words."""
+    now = END["drained"] if wanted == "serving" else SERVING
+    assert predict(now, plan(wanted, now, OPTIONS), OPTIONS) == END[wanted].summary()
+    if wanted != "restarted":
+        assert plan(wanted, END[wanted], OPTIONS) == []

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import pytest
+
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.observe import STATES, derive
 from ansible_collections.baremetal.vllm.tests.unit.plugins.module_utils.lifecycle_factory import (
     api_state,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.errors import Refused, UnknownState
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.observe import STATES
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.plan import WANTED, Options, plan, predict
@@ -98,7 +99,7 @@ def test_the_table_is_complete():
     assert set(TABLE) == {(state, wanted) for state in STATES for wanted in WANTED}
 
 
-@pytest.mark.parametrize(("state", "wanted"), TABLE, ids=lambda value: str(value))
+@pytest.mark.parametrize(("state", "wanted"), TABLE, ids=str)
 def test_steps(state, wanted):
     now, expected = TABLE[state, wanted]
     assert now.state == state
@@ -110,7 +111,7 @@ def test_steps(state, wanted):
     assert names(plan(wanted, now, OPTIONS)) == expected
 
 
-@pytest.mark.parametrize(("state", "wanted"), TABLE, ids=lambda value: str(value))
+@pytest.mark.parametrize(("state", "wanted"), TABLE, ids=str)
 def test_someone_elses_lease_is_respected_unless_forced(state, wanted):
     now, expected = TABLE[state, wanted]
     if not isinstance(expected, list) or not expected:

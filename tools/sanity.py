@@ -3,7 +3,7 @@
 """Run `ansible-test sanity` of both venvs on a copy of the checkout; further arguments go to ansible-test.
 
 ansible-test starts only in a real path that ends in ansible_collections/NAMESPACE/NAME, so it gets a copy below build/.
-Its home lies there too: its caches outlive a run, and nothing is written outside the checkout.
+Its home lies there too, one for each venv: its caches outlive a run, and nothing is written outside the checkout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "sanity"
-HOME = BUILD / "home"
 # ansible-test downloads a pip installer from a server that closed networks do not reach; Python has one of its own.
 INSTALLER = "import ensurepip\n\nensurepip.bootstrap()\n"
 
@@ -37,16 +36,16 @@ def copy(target: pathlib.Path) -> None:
     subprocess.run(("git", "init", "--quiet", str(target)), check=True)
 
 
-def prepare_home(site: pathlib.Path) -> None:
+def prepare_home(home: pathlib.Path, site: pathlib.Path) -> None:
     source = site / "ansible_test" / "_internal" / "python_requirements.py"
     versions = re.findall(r"^ +pip='([\d.]+)'", source.read_text(), re.M)
-    cache = HOME / ".ansible" / "test" / "cache"
+    cache = home / ".ansible" / "test" / "cache"
     cache.mkdir(parents=True, exist_ok=True)
     for version in versions:
         (cache / f"get_pip_{version.replace('.', '_')}.py").write_text(INSTALLER)
     # A package index that is configured for this user serves ansible-test as well.
     for folder in (".config/pip", ".pip"):
-        real, link = pathlib.Path.home() / folder, HOME / folder
+        real, link = pathlib.Path.home() / folder, home / folder
         if real.is_dir() and not link.exists():
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(real)
@@ -54,9 +53,10 @@ def prepare_home(site: pathlib.Path) -> None:
 
 def start(venv: str, arguments: list[str]) -> subprocess.Popen[str]:
     site = next((ROOT / venv / "lib").glob("python3.*")) / "site-packages"
-    collection = BUILD / venv.lstrip(".") / "ansible_collections" / "baremetal" / "vllm"
+    place = BUILD / venv.lstrip(".")
+    collection = place / "ansible_collections" / "baremetal" / "vllm"
     copy(collection)
-    prepare_home(site)
+    prepare_home(place / "home", site)
     path = f"{ROOT / venv / 'bin'}{os.pathsep}{os.environ['PATH']}"
     python = site.parent.name.removeprefix("python")
     # pslint is left out: it wants PowerShell, and there is none in the collection.
@@ -64,7 +64,7 @@ def start(venv: str, arguments: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command,
         cwd=collection,
-        env={**os.environ, "HOME": str(HOME), "PATH": path},
+        env={**os.environ, "HOME": str(place / "home"), "PATH": path},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

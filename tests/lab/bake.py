@@ -1,0 +1,78 @@
+#!/usr/bin/env python3
+"""Makes the layer that has control environment, vLLM runtime and HAProxy installed, if need be; prints its name.
+
+    tests/lab/lab up --layer "$(tests/lab/bake.py)"
+
+The name holds a hash of all that goes into the layer, so a change of roles or wheel lists makes another one. On hosts
+that start on it, site.yml finds these parts installed, and installs what differs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(HERE))
+
+from labkit import base, files, system
+
+VERSION = "0.32.0"
+LAB = "bake"
+SUBNET = "10.76.0.0/24"
+PARTS = (
+    "roles/vllm_host",
+    "roles/vllm_runtime",
+    "tests/lab/bake.yml",
+    "tests/lab/inventory/group_vars/all.yml",
+    "tests/lab/wheels",
+)
+
+
+def layer_name() -> str:
+    parts: list[object] = [base.key()]
+    for part in PARTS:
+        top = ROOT / part
+        for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
+            if path.is_file():
+                parts += [str(path.relative_to(ROOT)), path.read_bytes()]
+    return f"vllm-{VERSION}-{files.digest(parts)}"
+
+
+def lab(*arguments: str) -> str:
+    """Its progress goes to stderr; stdout is for the name alone."""
+    done = subprocess.run([str(HERE / "lab"), *arguments], stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"bake: `lab {' '.join(arguments)}` failed")
+    return done.stdout.strip()
+
+
+def bake(layer: str) -> None:
+    lab("wheels")
+    try:
+        lab("up", "--name", LAB, "--hosts", "1", "--routers", "0", "--subnet", SUBNET)
+        inventory = lab("inventory", "--name", LAB, "--path")
+        playbook = Path(sys.executable).parent / "ansible-playbook"
+        command = [str(playbook), "-i", inventory, "-i", str(HERE / "inventory"), str(HERE / "bake.yml")]
+        environment = {**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg")}
+        if subprocess.run(command, stdout=sys.stderr, env=environment, check=False).returncode:
+            sys.exit("bake: bake.yml failed; its output is above")
+        lab("freeze", "--name", LAB, "--from", "e1", "--as", layer)
+    finally:
+        lab("down", "--name", LAB)
+
+
+def main() -> None:
+    layer = layer_name()
+    with files.locked(files.cache() / "bake"):
+        if not base.layer_path(layer).is_dir():
+            system.Progress()(f"layer {layer}: to be installed once, which takes minutes")
+            bake(layer)
+    print(layer)
+
+
+if __name__ == "__main__":
+    main()

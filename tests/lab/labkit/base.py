@@ -64,16 +64,23 @@ def make(progress: Progress) -> str:
         progress(f"base tree {name}: debootstrap of {SUITE} (once, about a minute)")
         packages = files.cache() / "packages"
         packages.mkdir(exist_ok=True)
-        tree = root / "tree"
+        # In memory, since package managers sync each file; in this process's own mounts, so it ends with us.
+        scratch = root / "scratch"
+        scratch.mkdir()
+        call(["mount", "-t", "tmpfs", "-o", "size=2g,mode=755", "lab", str(scratch)])
+        tree = scratch / "tree"
         included = ",".join(files.listed(files.HERE / INSTALLED))
+        options = ["--variant=minbase", f"--include={included}", f"--cache-dir={packages}"]
         guarded(
-            ["debootstrap", "--variant=minbase", f"--include={included}", f"--cache-dir={packages}", SUITE]
-            + [str(tree), mirror()],
+            ["debootstrap", *options, SUITE, str(tree), mirror()],
             "debootstrap failed; its log is above: is the mirror reached? (VLLM_LAB_MIRROR names another)",
         )
         progress("base tree: packages that hosts may install")
         offer(tree)
         settle(tree)
+        call(["cp", "-a", str(tree), str(root / "tree")])
+        call(["umount", str(scratch)])
+        scratch.rmdir()
     progress(f"base tree {name}: made")
     return name
 
@@ -92,9 +99,7 @@ def offer(tree: Path) -> None:
         package = package.rename(shop / package.name.replace("%3a", "_"))
         control = call(["dpkg-deb", "--field", str(package)]).rstrip("\n")
         checksum = call(["sha256sum", str(package)]).split()[0]
-        entries.append(
-            f"{control}\nFilename: ./{package.name}\nSize: {package.stat().st_size}\nSHA256: {checksum}\n"
-        )
+        entries.append(f"{control}\nFilename: ./{package.name}\nSize: {package.stat().st_size}\nSHA256: {checksum}\n")
     (shop / "Packages").write_text("\n".join(entries))
     (tree / "etc/apt/sources.list").write_text("deb [trusted=yes] file:/srv/apt ./\n")
     shutil.rmtree(tree / "var/lib/apt/lists")
@@ -105,6 +110,7 @@ def offer(tree: Path) -> None:
 def settle(tree: Path) -> None:
     """Configures what all hosts share, and takes out what no two hosts may share."""
     (tree / "etc/ssh/sshd_config.d/lab.conf").write_text(SSHD)
+    (tree / "etc/default/locale").write_text("LANG=C.UTF-8\n")
     units = tree / "etc/systemd/system"
     for unit in MASKED:
         link = units / unit
@@ -141,5 +147,3 @@ def require_tools(*tools: str) -> None:
 def require_root() -> None:
     if os.geteuid() != 0:
         raise LabError("not root, and the lab boots systems and makes a bridge; run it with sudo")
-
-

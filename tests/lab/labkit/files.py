@@ -105,7 +105,8 @@ def made_whole(target: Path) -> Iterator[Path | None]:
             temporary.chmod(0o755)
             temporary.rename(target)
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            if temporary.exists():
+                shutil.rmtree(temporary, ignore_errors=True)
 
 
 def sweep(parent: Path) -> None:

@@ -20,6 +20,7 @@ BOOT_DEADLINE = 90
 
 # The mounts are the host's own and end with it. Joining the cgroup comes first: it fails when the lab has been taken
 # down meanwhile. The empty /run keeps out of the machine's what systemd-nspawn writes there.
+UNSHARE = ["unshare", "--mount", "--propagation", "private"]
 START = """
 echo $$ > "$1/cgroup.procs"
 mount -t overlay -o "lowerdir=$2,upperdir=$3/upper,workdir=$3/work" lab "$3/root"
@@ -27,6 +28,7 @@ mount -t tmpfs -o mode=755 lab /run
 shift 3
 exec systemd-nspawn "$@"
 """
+LOGIN_ONCE = ["-o", "ControlPath=none", "-o", "ConnectTimeout=1", "-o", "BatchMode=yes"]
 # Left out of a layer: what belongs to one host, and what it did rather than what it has installed.
 UNIQUE_FILES = [
     *base.UNIQUE,
@@ -93,30 +95,27 @@ class Host:
             "--timezone=off",
             "--link-journal=no",
             "--console=read-only",
+            "--rlimit=NOFILE=1024:524288",  # what a booted system has
             *(f"--bind-ro={source}:{target}" for source, target in shelf.ready()),
         ]
         with (self.disk / "console.log").open("ab") as console:
             self.process = subprocess.Popen(
-                ["unshare", "--mount", "--propagation", "private", "sh", "-ec", START, "sh"]
-                + [str(self.cgroup), lower, str(self.disk), *arguments],
+                [*UNSHARE, "sh", "-ec", START, "sh", str(self.cgroup), lower, str(self.disk), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=console,
                 start_new_session=True,
             )
 
-    def ssh(self, *command: str, persist: bool = True) -> list[str]:
-        options = plan.ssh_options(str(self.state.key), str(self.state.sockets))
-        if not persist:
-            options = ["-o", "ControlPath=none", *options]
-        return ["ssh", "-i", str(self.state.key), *options, f"root@{self.address}", *command]
+    def ssh(self, *command: str, options: list[str] | None = None) -> list[str]:
+        common = plan.ssh_options(str(self.state.sockets))
+        key = ["-i", str(self.state.key)]
+        return [*system.TIED, "ssh", *(options or []), *common, *key, f"root@{self.address}", *command]
 
     def wait_booted(self) -> str:
         """Waits for a login over ssh and the end of the boot; returns what systemd says of it."""
         deadline = time.monotonic() + BOOT_DEADLINE
-        command = ["-o", "ConnectTimeout=1", "-o", "BatchMode=yes", "systemctl is-system-running --wait"]
-        login = self.ssh(persist=False)
-        login[1:1] = command[:4]
+        login = self.ssh("systemctl is-system-running --wait", options=LOGIN_ONCE)
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -125,7 +124,7 @@ class Host:
                 raise LabError(f"{self.name} ended while booting{self.console()}")
             try:
                 done = subprocess.run(
-                    [*login, command[4]], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=left
+                    login, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=left
                 )
             except subprocess.TimeoutExpired:
                 continue
@@ -146,7 +145,9 @@ class Host:
 
     def power_off(self) -> None:
         """Shuts down the way an operator does, so that what is on the disk is complete."""
-        subprocess.run(self.ssh("systemctl", "poweroff"), stdin=subprocess.DEVNULL, capture_output=True, timeout=30)
+        subprocess.run(
+            self.ssh("systemctl", "poweroff"), check=False, stdin=subprocess.DEVNULL, capture_output=True, timeout=30
+        )
         system.until(lambda: not self.running(), BOOT_DEADLINE, f"{self.name} does not power off", every=0.2)
         self.cut_power()
 

@@ -15,15 +15,16 @@ from labkit.host import Host
 from labkit.plan import Lab, LabError
 from labkit.state import State
 
-TOOLS = ["debootstrap", "ip", "ssh", "ssh-keygen", "systemd-nspawn", "unshare"]
+TOOLS = ["debootstrap", "ip", "setpriv", "ssh", "ssh-keygen", "systemd-nspawn", "unshare"]
 
 
 def up(lab: Lab, hosts: list[str], layer: str | None, progress: system.Progress, subnet_given: bool) -> None:
     base.require_tools(*TOOLS)
-    made = base.make(progress)
     with files.locked(state.directory(lab.name)):
         current = state.load(lab.name)
         if current is None:
+            refuse_taken(lab)
+            made = base.make(progress)
             current = begin(lab, made, layer)
         else:
             if subnet_given and current.subnet != str(lab.subnet):
@@ -36,7 +37,8 @@ def up(lab: Lab, hosts: list[str], layer: str | None, progress: system.Progress,
         current.save()
         make_bridge(current)
         make_key(current)
-        files.write(current.inventory, plan.inventory(current.lab, current.hosts, str(current.key), str(current.sockets)))
+        inventory = plan.inventory(current.lab, current.hosts, str(current.key), str(current.sockets))
+        files.write(current.inventory, inventory)
         wanted = [Host(current, host) for host in current.hosts]
         running = [host for host in wanted if host.running()]
         starting = [host for host in wanted if host not in running]
@@ -51,7 +53,6 @@ def up(lab: Lab, hosts: list[str], layer: str | None, progress: system.Progress,
 
 def begin(lab: Lab, made: str, layer: str | None) -> State:
     layers = stack(layer, made) if layer else []
-    refuse_taken(lab)
     new = State.new(lab, made, layers)
     disks = Path(new.disks)
     if disks.exists():  # the machine was restarted, and its /run is new
@@ -75,7 +76,7 @@ def stack(layer: str, made: str) -> list[str]:
 def refuse_taken(lab: Lab) -> None:
     for link in system.links():
         if link["ifname"] == lab.bridge:
-            raise LabError(f"interface {lab.bridge} is there and not of a lab that is known; remove it or use another --name")
+            raise LabError(f"interface {lab.bridge} is there and of no lab; remove it or use another --name")
         for address in link.get("addr_info", []):
             if address["family"] != "inet":
                 continue
@@ -104,7 +105,9 @@ def make_key(current: State) -> None:
 
 
 def tell_hosts(host: Host, text: str) -> None:
-    done = subprocess.run(host.ssh("cat > /etc/hosts"), input=text, text=True, capture_output=True, timeout=30)
+    done = subprocess.run(
+        host.ssh("cat > /etc/hosts"), check=False, input=text, text=True, capture_output=True, timeout=30
+    )
     if done.returncode:
         raise LabError(f"{host.name} did not take its new /etc/hosts: {done.stderr.strip()}")
 
@@ -151,7 +154,7 @@ def down(name: str, progress: system.Progress) -> None:
 
 def end(current: State, progress: system.Progress) -> None:
     for socket in current.sockets.glob("*"):
-        subprocess.run(["ssh", "-O", "exit", "-o", f"ControlPath={socket}", "lab"], capture_output=True)
+        subprocess.run(["ssh", "-O", "exit", "-o", f"ControlPath={socket}", "lab"], check=False, capture_output=True)
     hosts = [Host(current, host) for host in current.hosts]
     if hosts:
         progress(f"ends: {' '.join(host.name for host in hosts)}")

@@ -94,26 +94,19 @@ def network_file(lab: Lab, host: str) -> str:
     )
 
 
-def ssh_options(key: str, sockets: str) -> list[str]:
+def ssh_options(sockets: str) -> list[str]:
     """Options for ssh; connections are kept under the lab's own directory, so that its end can close them."""
-    return [
-        "-o",
-        "StrictHostKeyChecking=no",
-        "-o",
-        "UserKnownHostsFile=/dev/null",
-        "-o",
-        "LogLevel=ERROR",
-        "-o",
-        "ServerAliveInterval=5",
-        "-o",
-        "ServerAliveCountMax=3",
-        "-o",
-        "ControlMaster=auto",
-        "-o",
-        "ControlPersist=60s",
-        "-o",
-        f"ControlPath={sockets}/%C",
-    ]
+    settings = {
+        "StrictHostKeyChecking": "no",
+        "UserKnownHostsFile": "/dev/null",
+        "LogLevel": "ERROR",
+        "ServerAliveInterval": "5",
+        "ServerAliveCountMax": "3",
+        "ControlMaster": "auto",
+        "ControlPersist": "60s",
+        "ControlPath": f"{sockets}/%C",
+    }
+    return [part for name, value in settings.items() for part in ("-o", f"{name}={value}")]
 
 
 def inventory(lab: Lab, hosts: object, key: str, sockets: str) -> str:
@@ -124,7 +117,7 @@ def inventory(lab: Lab, hosts: object, key: str, sockets: str) -> str:
     common = {
         "ansible_user": "root",
         "ansible_ssh_private_key_file": key,
-        "ansible_ssh_common_args": " ".join(ssh_options(key, sockets)),
+        "ansible_ssh_common_args": " ".join(ssh_options(sockets)),
         "ansible_python_interpreter": "/usr/bin/python3",
     }
     return json.dumps({"all": {"vars": common, "children": groups}}, indent=2) + "\n"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from labkit import files
-from labkit.plan import LabError
+from labkit import files, system
 
 if TYPE_CHECKING:
     from labkit.system import Progress
@@ -45,11 +43,11 @@ def missing() -> list[str]:
 
 
 def make(progress: Progress) -> None:
-    for name in MODELS:
+    for name, seed in MODELS.items():
         with files.made_whole(model(name)) as directory:
             if directory is not None:
                 progress(f"model {name}")
-                _run([sys.executable, str(MAKER), str(directory), str(MODELS[name])], f"model {name} was not made")
+                system.guarded([sys.executable, str(MAKER), str(directory), str(seed)], f"model {name} was not made")
     for name in HOUSES:
         with files.made_whole(house(name)) as directory:
             if directory is not None:
@@ -60,18 +58,10 @@ def make(progress: Progress) -> None:
 
 def download(name: str, directory: Path) -> None:
     """Fetches a list that is complete and pinned, by whatever index this machine's pip is configured for."""
-    target = ["--python-version", "3.11", "--implementation", "cp", "--abi", "cp311", "--abi", "abi3", "--abi", "none"]
-    for tag in TAGS:
-        target += ["--platform", tag]
-    _run(
-        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", *target]
-        + ["--dest", str(directory), "--requirement", str(files.HERE / "wheels" / f"{name}.txt")],
-        f"pip could not fetch tests/lab/wheels/{name}.txt; torch needs an index with its CPU builds in pip's configuration",
+    options = ["--quiet", "--no-deps", "--only-binary=:all:", "--python-version=3.11", "--implementation=cp"]
+    options += ["--abi=cp311", "--abi=abi3", "--abi=none", *(f"--platform={tag}" for tag in TAGS)]
+    wanted = files.HERE / "wheels" / f"{name}.txt"
+    system.guarded(
+        [sys.executable, "-m", "pip", "download", *options, f"--dest={directory}", f"--requirement={wanted}"],
+        f"pip could not fetch {wanted}; for torch its configuration needs an index of CPU builds",
     )
-
-
-def _run(command: list[str], failure: str) -> None:
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        print("\n".join(done.stdout.splitlines()[-20:]), file=sys.stderr)
-        raise LabError(f"{failure} (exit {done.returncode})")

@@ -76,13 +76,14 @@ def load(name: str) -> State | None:
         return None
     try:
         content = json.loads(text)
-        if content.get("schema") != SCHEMA:
+        schema = content["schema"]
+        if schema != SCHEMA:
             raise LabError(
-                f"{directory(name)}/state.json is of schema {content.get('schema')}, this lab knows {SCHEMA}; "
+                f"{directory(name)}/state.json is of schema {schema}, this lab knows {SCHEMA}; "
                 "end that lab with the version that made it"
             )
         return State(**content)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise LabError(f"{directory(name)}/state.json cannot be read: {error}") from error
 
 

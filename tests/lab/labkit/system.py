@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -21,7 +20,8 @@ if TYPE_CHECKING:
 CGROUPS = Path("/sys/fs/cgroup")
 CLONE_NEWNS = 0x00020000
 MS_REC, MS_PRIVATE = 0x4000, 0x40000
-PR_SET_PDEATHSIG = 1
+# Ends a command with the process that started it, however that ends.
+TIED = ["setpriv", "--pdeathsig", "KILL"]
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -33,9 +33,9 @@ class Progress:
         print(f"[{time.monotonic() - self.start:5.1f}s] {text}", file=sys.stderr, flush=True)
 
 
-def call(command: list[str], **options: object) -> str:
+def call(command: list[str]) -> str:
     """Runs a command that must succeed; returns its output."""
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, **options)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
         raise LabError(f"{' '.join(command)}: exit {done.returncode}: {(done.stderr or done.stdout).strip()}")
     return done.stdout
@@ -43,14 +43,14 @@ def call(command: list[str], **options: object) -> str:
 
 def guarded(command: list[str], failure: str) -> None:
     """Runs a long command with namespaces of its own: nothing of it, and no mount, outlives this process."""
-    own = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    own = [*TIED, "unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "--mount-proc"]
     done = subprocess.run(
         own + command,
+        check=False,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        preexec_fn=lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
         env={**os.environ, "DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C.UTF-8"},
     )
     if done.returncode:

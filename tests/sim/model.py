@@ -1,0 +1,83 @@
+"""A model's weights as the simulator sees them, and the tokens that come out of them.
+
+Weights are a content id: the digest of the values in the safetensors files of the model's directory, or the name
+itself where there is no such directory. A token is a function of (content id, prompt, position), so that equal
+weights answer alike, other weights answer otherwise, and discarded weights answer with id 0 only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import typing as t
+from pathlib import Path
+
+VOCABULARY = 512
+DISCARDED = "discarded"
+TENSORS = 435  # of the model in the transcripts, for a model without a directory
+
+
+class Token(t.NamedTuple):
+    id: int
+    logprob: float
+    text: str
+
+
+def token(content: str, prompt: str, position: int) -> Token:
+    if content == DISCARDED:
+        return Token(0, -6.2383, "!")
+    digest = hashlib.sha256(f"{content}\n{prompt}\n{position}".encode()).digest()
+    number, fraction = struct.unpack_from(">HH", digest)
+    chosen = 1 + number % (VOCABULARY - 1)
+    return Token(chosen, round(-2.2 - 2 * fraction / 65536, 4), piece(chosen))
+
+
+def piece(number: int) -> str:
+    return "!" if number == 0 else f" t{number}"
+
+
+def encode(text: str) -> list[int]:
+    """Ids of a prompt: one for each word or piece of a word of up to six characters."""
+    pieces = [word[at : at + 6] for word in text.split() for at in range(0, len(word), 6)]
+    return [1 + int.from_bytes(hashlib.sha256(part.encode()).digest()[:2], "big") % (VOCABULARY - 1) for part in pieces]
+
+
+class Weights(t.NamedTuple):
+    content: str  # identity of the values
+    headers: str  # identity of names, types and shapes: all that the weight cache's fingerprint covers
+    tensors: int
+
+
+def read(model: str) -> Weights:
+    """Raises OSError when a file cannot be read, as the loader does."""
+    files = sorted(Path(model).glob("*.safetensors"))
+    if not files:
+        return Weights(model, "no files", TENSORS)
+    content, headers, tensors = hashlib.sha256(), hashlib.sha256(), 0
+    for file in files:
+        data = file.read_bytes()
+        end = 8 + struct.unpack_from("<Q", data)[0]
+        headers.update(data[:end])
+        content.update(data[end:])
+        tensors += len([name for name in json.loads(data[8:end]) if name != "__metadata__"])
+    return Weights(content.hexdigest(), headers.hexdigest(), tensors)
+
+
+def write(folder: Path, values: str, tensors: int = 4, dtype: str = "BF16") -> Path:
+    """Make a model directory whose safetensors file has these values; equal `tensors` give equal headers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    size = 64
+    header = {
+        f"layers.{index}.weight": {
+            "dtype": dtype,
+            "shape": [size // 2],
+            "data_offsets": [index * size, index * size + size],
+        }
+        for index in range(tensors)
+    }
+    head = json.dumps(header).encode()
+    body = hashlib.shake_256(values.encode()).digest(tensors * size)
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + body)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "torch_dtype": "bfloat16"}))
+    return folder

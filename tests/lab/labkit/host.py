@@ -20,13 +20,19 @@ BOOT_DEADLINE = 90
 
 # The mounts are the host's own and end with it. Joining the cgroup comes first: it fails when the lab has been taken
 # down meanwhile. The empty /run keeps out of the machine's what systemd-nspawn writes there.
+# It ends with 133 when the host reboots.
 UNSHARE = ["unshare", "--mount", "--propagation", "private"]
 START = """
 echo $$ > "$1/cgroup.procs"
 mount -t overlay -o "lowerdir=$2,upperdir=$3/upper,workdir=$3/work" lab "$3/root"
 mount -t tmpfs -o mode=755 lab /run
 shift 3
-exec systemd-nspawn "$@"
+code=133
+while [ "$code" = 133 ]; do
+    code=0
+    systemd-nspawn "$@" || code=$?
+done
+exit "$code"
 """
 LOGIN_ONCE = ["-o", "ControlPath=none", "-o", "ConnectTimeout=1", "-o", "BatchMode=yes"]
 # Left out of a layer: what belongs to one host, and what it did rather than what it has installed.

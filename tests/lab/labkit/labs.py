@@ -9,18 +9,35 @@ import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from labkit import base, files, plan, shelf, state, system
 from labkit.host import Host
 from labkit.plan import Lab, LabError
 from labkit.state import State
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 TOOLS = ["debootstrap", "ip", "setpriv", "ssh", "ssh-keygen", "systemd-nspawn", "unshare"]
+
+
+@contextlib.contextmanager
+def held(name: str) -> Iterator[None]:
+    """Holds a lab against others; leaves no directory where none was begun."""
+    directory = state.directory(name)
+    with files.locked(directory):
+        try:
+            yield
+        finally:
+            if not (directory / "state.json").exists():
+                shutil.rmtree(directory)
+                remove_empty(state.ROOT)
 
 
 def up(lab: Lab, hosts: list[str], layer: str | None, progress: system.Progress, subnet_given: bool) -> None:
     base.require_tools(*TOOLS)
-    with files.locked(state.directory(lab.name)):
+    with held(lab.name):
         current = state.load(lab.name)
         if current is None:
             refuse_taken(lab)
@@ -137,7 +154,7 @@ def down(name: str, progress: system.Progress) -> None:
     if not state.directory(name).is_dir() and not disks.is_dir():
         progress(f"there is no lab {name}")
         return
-    with files.locked(state.directory(name)):
+    with held(name):
         current = state.load(name)
         if current is not None:
             end(current, progress)
@@ -147,8 +164,6 @@ def down(name: str, progress: system.Progress) -> None:
         remove_empty(disks.parent)
         # The state goes last: whatever stops us before, the next `down` knows what is left.
         (state.directory(name) / "state.json").unlink(missing_ok=True)
-        shutil.rmtree(state.directory(name))
-    remove_empty(state.ROOT)
     progress(f"lab {name} is gone")
 
 

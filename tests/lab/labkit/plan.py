@@ -100,6 +100,7 @@ def ssh_options(sockets: str) -> list[str]:
         "StrictHostKeyChecking": "no",
         "UserKnownHostsFile": "/dev/null",
         "LogLevel": "ERROR",
+        "ConnectTimeout": "10",
         "ServerAliveInterval": "5",
         "ServerAliveCountMax": "3",
         "ControlMaster": "auto",

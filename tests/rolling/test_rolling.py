@@ -79,7 +79,9 @@ def test_only_allowed_routes_reach_the_network(fleet):
 def test_engines_listen_on_no_routable_address(fleet):
     group = fleet.ssh("e1", "systemctl show --value --property ControlGroup vllm-engine@chat.service").strip()
     pids = set(fleet.ssh("e1", f"cat $(find /sys/fs/cgroup -path '*{group}/cgroup.procs')").split())
-    listeners = [line for line in fleet.ssh("e1", "ss -Hltnp").splitlines() if any(f"pid={pid}," in line for pid in pids)]
+    listeners = [
+        line for line in fleet.ssh("e1", "ss -Hltnp").splitlines() if any(f"pid={pid}," in line for pid in pids)
+    ]
     assert listeners, "the engine's ranks do listen somewhere"
     addresses = {line.split()[3].rpartition(":")[0] for line in listeners}
     assert addresses <= {"127.0.0.1", "[::1]"}, listeners
@@ -216,7 +218,9 @@ def test_too_few_others_serving_refuses_the_drain(fleet):
 
 def test_a_roll_stops_at_an_engine_that_never_gets_ready_and_goes_on_from_there(fleet):
     before = {host: fleet.main_pid(host) for host in fleet.engines}
-    fleet.ssh("e2", "cp -a /etc/vllm/engines/chat.yaml /root/; echo 'max-model-len: 1000000' >> /etc/vllm/engines/chat.yaml")
+    fleet.ssh(
+        "e2", "cp -a /etc/vllm/engines/chat.yaml /root/; echo 'max-model-len: 1000000' >> /etc/vllm/engines/chat.yaml"
+    )
     output = fleet.play("rolling_restart.yml", rc=2)
     fleet.ssh("e2", "cp -a /root/chat.yaml /etc/vllm/engines/chat.yaml")
     assert "unit vllm-engine@chat.service did not start" in output

@@ -93,16 +93,20 @@ class Core:
             return
         with contextlib.suppress(ChildProcessError):
             if os.waitpid(self.pid, os.WNOHANG)[0]:
-                self.dead = True
-        if self.dead:
-            for sequence in [*self.running, *self.waiting]:
-                sequence.news.put_nowait("dead")
-            self.running, self.waiting = [], []
-            self.work.set()
+                self.bury()
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        if not self.dead:
+            os.kill(self.pid, signal.SIGKILL)  # not reaped yet, so the number is still this child's
+            os.waitpid(self.pid, 0)
+            self.bury()
+
+    def bury(self) -> None:
+        self.dead = True
+        for sequence in [*self.running, *self.waiting]:
+            sequence.news.put_nowait("dead")
+        self.running, self.waiting = [], []
+        self.work.set()
 
     async def call(self) -> None:
         """The way of every utility call into EngineCore: hangs when that hangs, fails when that is gone."""
@@ -274,7 +278,7 @@ class Core:
         )
         if first and self.faults.get("sleep_host_oom") is not None:
             self.kill()
-            await self.call()
+            raise EngineDead
         self.host_copy = self.host_copy or first
         self.level = level
         self.asleep = {"weights", "kv_cache"}
@@ -350,8 +354,7 @@ class Core:
         await self.take(RELOAD)
         if "weights" in self.asleep:
             self.kill()  # writes to unmapped memory
-            await asyncio.sleep(TICK)
-            await self.call()
+            raise EngineDead
         try:
             fresh = model.read(self.options.model).content
         except OSError as error:

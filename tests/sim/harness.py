@@ -190,6 +190,7 @@ class SimEngine(Process):
     def __init__(self, state_dir: Path, sock: Path, argv: list[str], env: dict[str, str]) -> None:
         super().__init__(state_dir, ["--uds", str(sock), *argv], env)
         self.socket = sock
+        self.streams: list[ClientStream] = []
 
     def start(self) -> None:
         """Start it (again) and wait until it answers. The left-over socket is removed, as systemd does."""
@@ -222,7 +223,13 @@ class SimEngine(Process):
         return ids
 
     def open_stream(self, max_tokens: int, prompt: str = "a long story") -> ClientStream:
-        return ClientStream(self.socket, prompt, max_tokens)
+        self.streams.append(ClientStream(self.socket, prompt, max_tokens))
+        return self.streams[-1]
+
+    def cleanup(self) -> None:
+        super().cleanup()
+        for stream in self.streams:
+            stream.close()
 
     def truth(self) -> dict[str, t.Any]:
         """What is really so inside, whatever the endpoints say."""
@@ -291,8 +298,9 @@ class ClientStream:
         return self
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self.conn.sock.shutdown(socket.SHUT_RDWR)
+        if self.conn.sock is not None:
+            with contextlib.suppress(OSError):
+                self.conn.sock.shutdown(socket.SHUT_RDWR)
         self.thread.join(PATIENCE)
         self.conn.close()
 
@@ -392,3 +400,64 @@ def sim_daemon(
             yield daemon
         finally:
             daemon.cleanup()
+
+
+class SimSystemd:
+    """Units as JSON, and an environment in which `systemctl` and `journalctl` are the stand-ins of systemd.py."""
+
+    def __init__(self, folder: Path) -> None:
+        self.units = folder / "units"
+        self.units.mkdir()
+        commands = folder / "bin"
+        commands.mkdir()
+        for name in ("systemctl", "journalctl"):  # this interpreter rather than the first on PATH: it starts faster
+            text = f"import sys; sys.path.insert(0, {str(HERE.parent)!r}); from sim import systemd; systemd.{name}()"
+            (commands / name).write_text(f"#!{sys.executable} -IS\n{text}\n")
+            (commands / name).chmod(0o755)
+        self.env = {"SIM_UNITS": str(self.units), "PATH": f"{commands}:{os.environ['PATH']}"}
+
+    @property
+    def cgroup_root(self) -> Path:
+        """What stands for /sys/fs/cgroup."""
+        return self.units / "cgroup"
+
+    def add(self, name: str, **directives: t.Any) -> None:
+        (self.units / f"{name}.json").write_text(json.dumps(directives))
+
+    def override(self, name: str, **properties: str) -> None:
+        """Replace what `show` says; `fail="text"` makes every call for the unit fail, no property ends it."""
+        path = self.units / f"{name}.override.json"
+        if properties:
+            path.write_text(json.dumps(properties))
+        else:
+            path.unlink(missing_ok=True)
+
+    def ctl(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["systemctl", *words], env={**os.environ, **self.env}, capture_output=True, text=True, check=False
+        )
+
+    def show(self, name: str) -> dict[str, str]:
+        lines = self.ctl("show", name).stdout.splitlines()
+        return dict(line.split("=", 1) for line in lines)
+
+    def procs(self, name: str) -> list[int]:
+        path = self.cgroup_root / "system.slice" / name / "cgroup.procs"
+        return [int(line) for line in path.read_text().split()]
+
+    def cleanup(self) -> None:
+        for path in (self.units / "run").glob("*/supervisor"):
+            pid = int(path.read_text())
+            procs = self.cgroup_root / "system.slice" / path.parent.name / "cgroup.procs"
+            for number in [pid, *(int(line) for line in procs.read_text().split() if procs.exists())]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(number, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def sim_systemd(folder: Path) -> t.Iterator[SimSystemd]:
+    systemd = SimSystemd(folder)
+    try:
+        yield systemd
+    finally:
+        systemd.cleanup()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
 import httpx
 import pytest
 
-from ansible_collections.baremetal.vllm.tests.sim.harness import sim_engine, sim_gpu
+from ansible_collections.baremetal.vllm.tests.sim.harness import HERE, sim_engine, sim_gpu
 
 VERSIONS = ("0.31.0", "0.32.0", "0.33.0")
 
@@ -289,3 +291,24 @@ def test_two_calls_at_once_are_both_served(tmp_path):
         for thread in threads:
             thread.join()
         assert seen == [200, 200]
+
+
+def test_vllm_serve_with_a_configuration_file(tmp_path):
+    config = tmp_path / "chat.yaml"
+    config.write_text(f"model: /models/chat\nserved-model-name: chat\nuds: {tmp_path}/e.sock\nmax-num-seqs: 7\n")
+    argv = [sys.executable, str(HERE / "bin" / "vllm"), "serve", "--config", str(config)]
+    env = {**os.environ, "SIM_ARGS": f"--version 0.32.0 --state {tmp_path}"}
+    with subprocess.Popen(argv, env=env) as process:
+        transport = httpx.HTTPTransport(uds=f"{tmp_path}/e.sock", retries=0)
+        with httpx.Client(transport=transport, base_url="http://engine", trust_env=False) as client:
+
+            def serves() -> bool:
+                try:
+                    return client.get("/version").json() == {"version": "0.32.0"}
+                except httpx.ConnectError:
+                    return False
+
+            until(serves)
+            assert client.get("/v1/models").json()["data"][0]["id"] == "chat"
+        process.terminate()
+        assert process.wait(10) == 0

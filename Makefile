@@ -21,8 +21,9 @@ deps: ## Debian packages, .venv and .venv-2.16; nothing to do takes a second
 	@$(PYTHON) tools/deps.py
 
 lint: deps ## yamllint, ansible-lint, ruff, mypy, shellcheck, changelog, plugin documentation
+	@mkdir -p build  # antsibull-docs logs to its home
 	@export PATH="$(VENV):$$PATH" failed=""; \
-	step() { echo "== $$*"; "$$@" || failed+=" $$1"; }; \
+	step() { echo "== $$*"; "$$@" || failed+=" ($$*)"; }; \
 	step yamllint --strict .; \
 	step ansible-lint --offline --nocolor -q; \
 	step ruff check --quiet --output-format concise; \
@@ -30,7 +31,7 @@ lint: deps ## yamllint, ansible-lint, ruff, mypy, shellcheck, changelog, plugin 
 	step mypy; \
 	step shellcheck $(SHELL_SCRIPTS); \
 	step antsibull-changelog lint; \
-	step antsibull-docs lint-collection-docs --plugin-docs .; \
+	step env HOME="$(CURDIR)/build" antsibull-docs lint-collection-docs --plugin-docs .; \
 	[ -z "$$failed" ] || { echo "lint: failed:$$failed" >&2; exit 1; }
 
 sanity: deps ## ansible-test sanity, current and 2.16

@@ -50,6 +50,7 @@ class EngineConfig:
     stop_timeout: float
     start_timeout: float
     config_digest: str
+    ranks: int = 1
     gpus: list[str] = field(default_factory=list)
     warmup: list[dict[str, int]] = field(default_factory=list)
 

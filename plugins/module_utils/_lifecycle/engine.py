@@ -19,7 +19,8 @@ from .config import EngineConfig
 from .errors import Answered, Surprise
 from .http import Answer, Client, Params
 
-SLEEP_STATES = {"awake": None, "weights_offloaded": 1, "discard_all": 2}
+# The label whose value is 1, and the level it stands for. At level 0 (scheduling or KV cache only) none is.
+SLEEP_STATES = {"awake": None, "": 0, "weights_offloaded": 1, "discard_all": 2}
 _SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 
@@ -69,21 +70,23 @@ def parse_metrics(text: str) -> Metrics:
             found[index] = max(found.get(index, 0), _count(name, value))
         elif name == "vllm:num_requests_waiting_by_reason" and labels.get("reason") == "deferred":
             deferred = (deferred or 0) + _count(name, value)
-        elif name == "vllm:engine_sleep_state" and _count(name, value) == 1:
-            states.setdefault(index, []).append(labels.get("sleep_state", ""))
+        elif name == "vllm:engine_sleep_state":
+            named = states.setdefault(index, [])
+            if _count(name, value):
+                named.append(labels.get("sleep_state", "?"))
         elif name == "vllm:request_success_total":
             reason = labels.get("finished_reason", "")
             finished[reason] = finished.get(reason, 0) + _count(name, value)
         elif name == "vllm:generation_tokens_total":
             tokens = (tokens or 0) + _count(name, value)
     for index, named in states.items():
-        if len(set(named)) > 1 or named[0] not in SLEEP_STATES:
+        if len(set(named)) > 1 or (named and named[0] not in SLEEP_STATES):
             raise Surprise(f"vllm:engine_sleep_state of engine index {index} says {' and '.join(sorted(set(named)))}")
     return Metrics(
         running=gauges.get("vllm:num_requests_running"),
         waiting=gauges.get("vllm:num_requests_waiting"),
         deferred=deferred,
-        sleep_state={index: named[0] for index, named in states.items()} or None,
+        sleep_state={index: named[0] if named else "" for index, named in states.items()} or None,
         tokens=tokens,
         finished=finished,
     )
@@ -178,6 +181,35 @@ class Engine:
 
     def resume(self, timeout: float) -> None:
         self._post("/resume", timeout=timeout)
+
+    def sleep(self, level: int, timeout: float) -> None:
+        """Fall asleep, after running requests have finished. Nothing in the answer proves that it happened.
+
+        The level travels in the query: a JSON body is ignored, and the engine would sleep at level 1.
+        """
+        self._post("/sleep", timeout=timeout, params={"level": level, "mode": "wait"})
+
+    def release_kv_cache(self, timeout: float) -> None:
+        """Free the KV cache of an engine that sleeps at level 0; the weights stay."""
+        self._post("/release_kv_cache_memory", timeout=timeout)
+
+    def wake(self, tag: str, timeout: float) -> None:
+        """Wake everything, or with a tag (weights, kv_cache) that part. Also un-pauses when nothing is left asleep."""
+        self._post("/wake_up", timeout=timeout, params={"tags": tag} if tag else None)
+
+    def reload_weights(self, timeout: float) -> int:
+        """Load the weights anew from disk on every rank; the number of ranks that did.
+
+        :raises Surprise: the answer lists no ranks.
+        """
+        answer = self.call("POST", "/collective_rpc", timeout=timeout, body={"method": "reload_weights"})
+        results = answer.json_object().get("results")
+        if not isinstance(results, list):
+            raise Surprise(f"{answer.url} lists no results by rank")
+        return len(results)
+
+    def reset_prefix_cache(self, timeout: float) -> None:
+        self._post("/reset_prefix_cache", timeout=timeout)
 
     def complete(self, *, prompt_tokens: int, max_tokens: int, timeout: float) -> Completion:
         """One completion of a given shape, at temperature 0.

@@ -132,6 +132,44 @@ def last_transition(engine: str) -> dict[str, t.Any] | None:
     return store.read_json(store.state_dir(engine) / "last_transition.json")
 
 
+@dataclass(frozen=True)
+class SleepRecord:
+    """Our own word on an engine's sleep, since the engine's repeats whatever level was asked last.
+
+    ``awake`` lists the parts that a staged wake has brought back so far. ``freed_mib`` is by GPU UUID, and empty where
+    no GPU was seen.
+    """
+
+    main_pid: int
+    level: int
+    kv_only: bool = False
+    awake: list[str] = field(default_factory=list)
+    freed_mib: dict[str, int] = field(default_factory=dict)
+    resident_mib: dict[str, int] = field(default_factory=dict)
+
+
+def sleep_record(engine: str) -> SleepRecord | None:
+    """
+    :raises UsageError: the file is not one that we wrote.
+    """
+    path = store.state_dir(engine) / "sleep.json"
+    value = store.read_json(path)
+    if value is None:
+        return None
+    try:
+        return SleepRecord(**{name: value[name] for name in SleepRecord.__dataclass_fields__})
+    except KeyError as exc:
+        raise UsageError(f"{path} lacks {exc}", next_step="restart the engine with vllm_engine") from exc
+
+
+def write_sleep_record(engine: str, value: SleepRecord | None) -> None:
+    """Write the record, or remove it when the engine is awake again."""
+    if value is None:
+        (store.state_dir(engine) / "sleep.json").unlink(missing_ok=True)
+    else:
+        record(engine, "sleep.json", asdict(value))
+
+
 def record(engine: str, file: str, value: dict[str, t.Any]) -> None:
     """Write ready.json or last_transition.json."""
     store.write_json(store.state_dir(engine) / file, {"schema": 1, "at": round(time.time(), 3), **value})

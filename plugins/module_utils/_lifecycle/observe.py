@@ -16,7 +16,7 @@ from .engine import SLEEP_STATES, Engine, Metrics
 from .errors import LifecycleError, Unreachable
 from .gate import Gate, GateState
 from .host import MemoryState, host_memory
-from .lease import Lease
+from .lease import Lease, SleepRecord
 from .unit import Unit, UnitState
 
 STATES = (
@@ -71,6 +71,7 @@ class Observation:
     lease: Lease | None
     started: dict[str, t.Any] | None
     last: dict[str, t.Any] | None
+    sleep: SleepRecord | None
     runtime_version: str
     stale: bool | None
 
@@ -136,9 +137,13 @@ def observe(config: EngineConfig) -> Observation:
     held = looker.look("lease", lambda: lease.read(config.engine))
     started = looker.look("ready", lambda: lease.last_start(config.engine))
     last = looker.look("last_transition", lambda: lease.last_transition(config.engine))
-    state, level, reasons = derive(unit, api, gate, has_gate=config.gate is not None, unseen=looker.unseen)
-    if "lease" in looker.unseen:
-        state, reasons = "unknown", [*reasons, looker.unseen["lease"]]
+    sleep = looker.look("sleep", lambda: lease.sleep_record(config.engine))
+    if sleep is not None and (unit is None or sleep.main_pid != unit.main_pid):
+        sleep = None  # the record of a process that has ended
+    state, level, reasons = derive(unit, api, gate, sleep, has_gate=config.gate is not None, unseen=looker.unseen)
+    broken = [looker.unseen[name] for name in ("lease", "sleep") if name in looker.unseen]
+    if broken:
+        state, reasons = "unknown", [*reasons, *broken]
     return Observation(
         engine=config.engine,
         host=socket.gethostname(),
@@ -155,6 +160,7 @@ def observe(config: EngineConfig) -> Observation:
         lease=held,
         started=started,
         last=last,
+        sleep=sleep,
         runtime_version=config.runtime_version,
         stale=_stale(config, unit, started),
     )
@@ -206,11 +212,16 @@ def derive(
     unit: UnitState | None,
     api: ApiState | None,
     gate: GateState | None,
+    sleep: SleepRecord | None = None,
     *,
     has_gate: bool,
     unseen: t.Mapping[str, str],
 ) -> tuple[str, int | None, list[str]]:
-    """(state, sleep level, reasons) from the signals. Pure; missing or contradicting signals are ``unknown``."""
+    """(state, sleep level, reasons) from the signals. Pure; missing or contradicting signals are ``unknown``.
+
+    ``sleep`` is our own record of the process that runs now: the engine repeats whatever level was asked of it last,
+    and after a plain wake from level 2 it says awake while its weights are gone.
+    """
     if unit is None:
         return "unknown", None, [unseen.get("unit", "systemd was not seen")]
     if unit.active_state == "inactive":
@@ -242,11 +253,25 @@ def derive(
     level = levels.pop() if levels else None
     if level is not None:
         if api.sleeping and api.paused is not False:
-            return "asleep", level, []
+            return _derive_asleep(level, sleep)
         return "unknown", None, [f"the metrics say asleep at level {level}, /is_sleeping says {api.sleeping}"]
+    if sleep is not None and sleep.level == 2:
+        if "reloaded" in sleep.awake:
+            return _derive_asleep(2, sleep)  # a staged wake that was killed near its end
+        why = "it was put to sleep at level 2 and says it is awake: someone woke it without reloading its weights"
+        return "unknown", None, [why]
     if api.sleeping and not api.paused:
         return "unknown", None, ["/is_sleeping is true, yet the metrics say awake and /is_paused is false"]
     return _derive_awake(api, gate)
+
+
+def _derive_asleep(level: int, sleep: SleepRecord | None) -> tuple[str, int | None, list[str]]:
+    if sleep is not None and sleep.level != level:
+        why = f"the engine says asleep at level {level}, yet it was put to sleep at level {sleep.level}"
+        return "unknown", None, [why]
+    if sleep is not None and sleep.awake:
+        return "waking", level, [f"awake so far: {', '.join(sleep.awake)}"]
+    return "asleep", level, []
 
 
 def _derive_awake(api: ApiState, gate: GateState | None) -> tuple[str, int | None, list[str]]:

@@ -34,7 +34,14 @@ ADMIT = Step("admit", "admit it at the gate")
 AWAIT_READY = Step("await_ready", "wait until /ready is 200", mutates=False)
 RELEASE = Step("release", "release the lease")
 
-WANTED = ("drained", "serving", "started", "stopped", "restarted")
+SLEEP = Step("sleep", "put it to sleep")
+WAKE = Step("wake", "wake it")
+WAKE_WEIGHTS = Step("wake_weights", "wake the memory of its weights")
+RELOAD = Step("reload", "load its weights anew on every rank")
+WAKE_KV = Step("wake_kv", "wake its KV cache")
+RESET_CACHE = Step("reset_cache", "reset its prefix cache")
+
+WANTED = ("drained", "serving", "started", "stopped", "restarted", "asleep", "awake")
 AWAKE = ("serving", "withdrawn", "draining", "drained")
 
 
@@ -45,6 +52,9 @@ class Options(t.NamedTuple):
     owner: str = ""
     force: bool = False
     run: str = ""
+    level: int = 1
+    kv_only: bool = False
+    deepen: bool = True
 
 
 def plan(wanted: str, now: Observation, options: Options) -> list[Step]:
@@ -56,9 +66,14 @@ def plan(wanted: str, now: Observation, options: Options) -> list[Step]:
     if wanted == "serving":
         steps = _serving(now)
     else:
-        steps = {"drained": _drained, "started": _started, "stopped": _stopped, "restarted": _restarted}[wanted](
-            now, options
-        )
+        steps = {
+            "drained": _drained,
+            "started": _started,
+            "stopped": _stopped,
+            "restarted": _restarted,
+            "asleep": _asleep,
+            "awake": _awake,
+        }[wanted](now, options)
     if steps and options.lease_against and not options.force:
         raise Refused(
             f"engine '{now.engine}' on {now.host} is held by {options.lease_against}",
@@ -162,6 +177,47 @@ def _restarted(now: Observation, options: Options) -> list[Step]:
     return [*_lease(now, options), *down, START, *_back(now)]
 
 
+def _asleep(now: Observation, options: Options) -> list[Step]:
+    level = 0 if options.kv_only else options.level
+    if now.state == "asleep":
+        kv_only = now.sleep is not None and now.sleep.kv_only
+        if now.level == level and (level != 0 or kv_only == options.kv_only):
+            return _lease(now, options)
+        if not options.deepen:
+            _refuse(now, f"sleep at level {level} (it sleeps at {now.level})", "wake it first, or allow deepen")
+        # A second /sleep would answer 200 and do nothing: awake first, without serving in between.
+        return [*_lease(now, options), *_rouse(now), SLEEP]
+    if now.state not in AWAKE:
+        _refuse(
+            now, "asleep", f"wait until it has settled, or restart it with vllm_engine (journalctl -u {_unit(now)})"
+        )
+    if not now.api or not now.api.dev_mode:
+        raise Refused(
+            f"engine '{now.engine}' on {now.host} has no development endpoints, so it cannot sleep",
+            next_step="set dev_mode: true (VLLM_SERVER_DEV_MODE=1) and enable-sleep-mode for it, and restart it",
+        )
+    # A paused engine's sleep is what is wanted as well: the drain's second lock falls away with it.
+    return [*_lease(now, options), *([] if now.state == "drained" else _out(now, "asleep")), SLEEP]
+
+
+def _awake(now: Observation, options: Options) -> list[Step]:
+    if now.state in ("asleep", "waking"):
+        return [*_lease(now, options), *_rouse(now), *_back(now)]
+    if now.state in AWAKE:
+        # Not asleep. A drain is someone's wish, and a wake must not undo it; a half-done wake of ours is finished.
+        return _finish(now, options) if now.lease is not None and now.lease.purpose == "awake" else []
+    _refuse(now, "awake", "start or restart it with vllm_engine")
+
+
+def _rouse(now: Observation) -> list[Step]:
+    """Awake with the right weights. After level 2 they are gone: staged, and from where a killed run left off."""
+    if now.level != 2:
+        return [WAKE]
+    done = now.sleep.awake if now.sleep else []
+    staged = [(WAKE_WEIGHTS, "weights"), (RELOAD, "reloaded"), (WAKE_KV, "kv_cache"), (RESET_CACHE, "cache_reset")]
+    return [step for step, part in staged if part not in done]
+
+
 def _down(now: Observation) -> list[Step]:
     """To a stopped unit. What is awake drains first; what is unknown is taken out and stopped."""
     if now.state in AWAKE:
@@ -209,6 +265,12 @@ def predict(now: Observation, steps: list[Step], options: Options) -> dict[str, 
         after["paused"] = False
     if PAUSE in steps:
         after.update(paused=True, state="drained", level=None)
+    if SLEEP in steps:
+        after.update(state="asleep", level=0 if options.kv_only else options.level, paused=True)
+    elif WAKE in steps or WAKE_KV in steps or RESET_CACHE in steps:
+        after.update(
+            state="withdrawn" if after["admission"] not in ("open", None) else "serving", level=None, paused=False
+        )
     if STOP in steps:
         after.update(state="stopped", level=None, paused=None, proved=False if after["proved"] is not None else None)
     if START in steps:
@@ -216,6 +278,6 @@ def predict(now: Observation, steps: list[Step], options: Options) -> dict[str, 
         after["state"] = "serving" if after["admission"] in ("open", None) else "withdrawn"
     elif ADMIT in steps or (PROVE in steps and after["admission"] is None):
         after["state"] = "serving"
-    elif (CLOSE in steps or AWAIT_IDLE in steps) and PAUSE not in steps and STOP not in steps and now.state in AWAKE:
+    elif AWAIT_IDLE in steps and not {PAUSE, STOP, SLEEP} & set(steps):
         after["state"] = "drained"  # without development endpoints the closed gate is the only lock
     return after

@@ -8,14 +8,16 @@ from __future__ import annotations
 import socket
 import time
 import typing as t
+from contextlib import ExitStack
+from dataclasses import replace
 
-from . import lease
+from . import gpu, lease
 from .config import EngineConfig
 from .deadline import Deadline
 from .engine import Engine, Metrics
-from .errors import DeadlineExceeded, LifecycleError, Surprise, Unreachable
+from .errors import DeadlineExceeded, LifecycleError, Refused, Surprise, UnknownState, Unreachable
 from .gate import Gate
-from .lease import LeaseRequest
+from .lease import LeaseRequest, SleepRecord
 from .observe import Observation, observe
 from .plan import Options, Step, plan, predict
 from .unit import Unit
@@ -26,6 +28,9 @@ QUIET_INTERVAL = 0.15
 CALL_TIMEOUT = 10.0
 # What an abort may take beyond the drain's own time.
 ABORT_TIMEOUT = 30.0
+
+# Changes that take or free GPU memory.
+MOVES_MEMORY = ("asleep", "awake", "started", "stopped", "restarted")
 
 Report = t.Callable[[str], None]
 
@@ -38,6 +43,10 @@ class Wish(t.NamedTuple):
     timeout: float
     mode: str = "wait"
     force: bool = False
+    level: int = 1
+    kv_only: bool = False
+    deepen: bool = True
+    max_resident_mib: int | None = None
 
 
 class Outcome(t.NamedTuple):
@@ -73,14 +82,27 @@ def change(config: EngineConfig, wish: Wish, *, check: bool = False, report: Rep
         after = predict(now, steps, options)
         changed = any(step.mutates for step in steps)
         return Outcome(changed, actions, now.summary(), after, round(deadline.elapsed, 3), {}, {})
-    with lease.locked(config.engine, deadline):
+    with ExitStack() as locks:
+        locks.enter_context(lease.locked(config.engine, deadline))
+        # Two engines of one GPU would measure, free and take each other's memory. In one order, so that none waits in
+        # a circle.
+        for uuid in sorted(config.gpus) if wish.state in MOVES_MEMORY else ():
+            locks.enter_context(lease.locked(f"gpu-{uuid}", deadline))
         return Transition(config, wish, deadline, report).run()
 
 
 def _plan(now: Observation, wish: Wish) -> tuple[list[Step], Options]:
     held = now.lease
     against = held.owner if held is not None and held.held_against(wish.lease.owner, time.time()) else ""
-    options = Options(lease_against=against, owner=wish.lease.owner, force=wish.force, run=wish.lease.run)
+    options = Options(
+        lease_against=against,
+        owner=wish.lease.owner,
+        force=wish.force,
+        run=wish.lease.run,
+        level=wish.level,
+        kv_only=wish.kv_only,
+        deepen=wish.deepen,
+    )
     return plan(wish.state, now, options), options
 
 
@@ -343,6 +365,129 @@ class Transition:
                     f"the gate of engine '{self.config.engine}' on {socket.gethostname()} does not show it "
                     f"ready: {why}",
                     next_step="systemctl status vllm-gate.service; run this again",
+                )
+
+    def _sleep(self) -> None:
+        """Sleep at the wished level; what the GPUs say decides whether it happened."""
+        level = 0 if self.wish.kv_only else self.wish.level
+        pid = self.unit.show().main_pid
+        before = self._gpu_mib()
+        # Before the call: if this run is killed now, the next one knows that the weights may be gone.
+        lease.write_sleep_record(self.config.engine, SleepRecord(pid, level, self.wish.kv_only))
+        self._settle_call(lambda left: self.engine.sleep(level, left), "sleep")
+        if self.wish.kv_only:
+            self._settle_call(self.engine.release_kv_cache, "release of the KV cache")
+        after = self._gpu_mib()
+        freed = {uuid: before[uuid] - mib for uuid, mib in after.items() if uuid in before}
+        lease.write_sleep_record(
+            self.config.engine, SleepRecord(pid, level, self.wish.kv_only, freed_mib=freed, resident_mib=after)
+        )
+        self.extra.update(freed_mib=freed, resident_mib=after)
+        limit = self.wish.max_resident_mib
+        kept = {uuid: mib for uuid, mib in after.items() if limit is not None and mib > limit}
+        # Level 0 without the KV cache keeps all memory, by its nature.
+        idle = [uuid for uuid, mib in freed.items() if mib <= 0] if level or self.wish.kv_only else []
+        if kept or idle:
+            raise Surprise(
+                f"engine '{self.config.engine}' on {socket.gethostname()} answered 200 to sleep at level {level}, yet "
+                + (f"holds {kept} MiB, more than {limit} MiB" if kept else f"freed nothing on {', '.join(idle)}"),
+                next_step="was it started with enable-sleep-mode? Restart it with vllm_engine to free its memory",
+                left={"resident_mib": after, "freed_mib": freed},
+            )
+
+    def _wake(self) -> None:
+        self._room_to_wake()
+        record = lease.sleep_record(self.config.engine)
+        tag = "kv_cache" if record is not None and record.kv_only else ""
+        self._settle_call(lambda left: self.engine.wake(tag, left), "wake")
+        self._must_be_awake()
+        lease.write_sleep_record(self.config.engine, None)
+
+    def _wake_weights(self) -> None:
+        self._room_to_wake()
+        self._settle_call(lambda left: self.engine.wake("weights", left), "wake of the weights")
+        if self.engine.is_sleeping(CALL_TIMEOUT) is not True:
+            raise Surprise(
+                f"engine '{self.config.engine}' on {socket.gethostname()} is awake as a whole after its weights were "
+                "to wake; what it computes is not proved",
+                next_step="restart it with vllm_engine",
+            )
+        self._woken("weights")
+
+    def _reload(self) -> None:
+        ranks = self.engine.reload_weights(max(CALL_TIMEOUT, self.deadline.left))
+        if ranks != self.config.ranks:
+            raise Surprise(
+                f"engine '{self.config.engine}' on {socket.gethostname()} reloaded the weights of {ranks} rank(s), it "
+                f"has {self.config.ranks}",
+                next_step="restart it with vllm_engine",
+            )
+        self._woken("reloaded")
+
+    def _wake_kv(self) -> None:
+        self._settle_call(lambda left: self.engine.wake("kv_cache", left), "wake of the KV cache")
+        self._must_be_awake()
+        self._woken("kv_cache")
+
+    def _reset_cache(self) -> None:
+        self.engine.reset_prefix_cache(max(CALL_TIMEOUT, self.deadline.left))
+        lease.write_sleep_record(self.config.engine, None)
+
+    def _woken(self, part: str) -> None:
+        record = lease.sleep_record(self.config.engine) or SleepRecord(self.unit.show().main_pid, 2)
+        lease.write_sleep_record(self.config.engine, replace(record, awake=[*record.awake, part]))
+
+    def _must_be_awake(self) -> None:
+        if self.engine.is_sleeping(CALL_TIMEOUT) is not False:
+            raise Surprise(
+                f"engine '{self.config.engine}' on {socket.gethostname()} answered 200 to wake and still sleeps",
+                next_step="run this again; if it stays, restart it with vllm_engine",
+            )
+
+    def _settle_call(self, call: t.Callable[[float], None], what: str) -> None:
+        """A call whose time-out does not end the work: wait until the engine answers questions again, then fail.
+
+        :raises UnknownState: the call failed; whether it had an effect is not known.
+        """
+        try:
+            call(max(CALL_TIMEOUT, self.deadline.left))
+        except LifecycleError as exc:
+            raise UnknownState(
+                f"engine '{self.config.engine}' on {socket.gethostname()}: {what} failed, its state is unknown: {exc}",
+                next_step="it stays withdrawn; look at vllm_info, then restart it with vllm_engine",
+                **exc.details,
+            ) from exc
+
+    def _gpu_mib(self) -> dict[str, int]:
+        """MiB that this unit's processes hold, by GPU UUID; empty where no GPU can be seen."""
+        pids = set(self.unit.show().pids)
+        try:
+            devices = gpu.observe()
+        except gpu.GpuUnseen:
+            return {}
+        wanted = self.config.gpus or [device.uuid for device in devices]
+        return {
+            device.uuid: sum(mib or 0 for pid, mib in device.processes.items() if pid in pids)
+            for device in devices
+            if device.uuid in wanted
+        }
+
+    def _room_to_wake(self) -> None:
+        """Refuse a wake that would run out of memory, and name who holds it."""
+        record = lease.sleep_record(self.config.engine)
+        if record is None or not record.freed_mib:
+            return
+        pids = set(self.unit.show().pids)
+        for device in gpu.observe():
+            needed = record.freed_mib.get(device.uuid, 0)
+            if device.free_mib < needed:
+                others = {pid: mib for pid, mib in device.processes.items() if pid not in pids}
+                raise Refused(
+                    f"engine '{self.config.engine}' on {socket.gethostname()} needs {needed} MiB on {device.uuid} to "
+                    f"wake, {device.free_mib} MiB are free; held by "
+                    + (", ".join(f"process {pid} ({mib} MiB)" for pid, mib in others.items()) or "no visible process"),
+                    next_step="stop or put to sleep what holds the memory, and run this again",
+                    left={"holders": others, "needed_mib": needed, "free_mib": device.free_mib},
                 )
 
     def _stop(self) -> None:

@@ -8,7 +8,7 @@ import time
 
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.engine import Metrics
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.gate import GateState
-from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.lease import Lease
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.lease import Lease, SleepRecord
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.observe import ApiState, Observation, derive
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.unit import UnitState
 
@@ -65,7 +65,11 @@ def lease(owner=OURS, purpose="restarted", restore="open", run="r1"):
     )
 
 
-def observation(unit=..., api=..., gate=..., held=None, has_gate=True, last=None, unseen=None):
+def sleep_record(level=2, awake=(), kv_only=False):
+    return SleepRecord(main_pid=10, level=level, kv_only=kv_only, awake=list(awake))
+
+
+def observation(unit=..., api=..., gate=..., held=None, has_gate=True, last=None, sleep=None, unseen=None):
     """An Observation whose state is derived from its signals, as in the product."""
     unit = unit_state() if unit is ... else unit
     gate = gate_state() if gate is ... else gate
@@ -74,7 +78,7 @@ def observation(unit=..., api=..., gate=..., held=None, has_gate=True, last=None
     if api is ...:
         api = api_state() if unit is not None and unit.active_state == "active" else None
     unseen = dict(unseen or {})
-    state, level, reasons = derive(unit, api, gate, has_gate=has_gate, unseen=unseen)
+    state, level, reasons = derive(unit, api, gate, sleep, has_gate=has_gate, unseen=unseen)
     return Observation(
         engine="chat",
         host="e1",
@@ -91,6 +95,7 @@ def observation(unit=..., api=..., gate=..., held=None, has_gate=True, last=None
         lease=held,
         started=None,
         last=last,
+        sleep=sleep,
         runtime_version="0.32.0",
         stale=None,
     )

@@ -10,6 +10,7 @@ from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.observe 
 from ansible_collections.baremetal.vllm.tests.unit.plugins.module_utils.lifecycle_factory import (
     api_state,
     gate_state,
+    sleep_record,
     unit_state,
 )
 
@@ -58,6 +59,29 @@ def test_state(unit, api, gate, state, level):
     assert state in STATES
     if state == "unknown":
         assert reasons, "unknown says why"
+
+
+ASLEEP_2 = api_state(paused=True, sleep="discard_all")
+RECORDS = [
+    # what the engine says, our own record -> state, level
+    (api_state(paused=True, sleep=("",)), None, "asleep", 0),
+    (api_state(paused=True, sleep=("",)), sleep_record(0, kv_only=True), "asleep", 0),
+    (ASLEEP_2, sleep_record(2), "asleep", 2),
+    (ASLEEP_2, sleep_record(1), "unknown", None),  # /sleep?level=2 on a sleeper changes the gauge and nothing else
+    (ASLEEP_2, sleep_record(2, ["weights"]), "waking", 2),
+    (api_state(), sleep_record(2, ["weights"]), "unknown", None),  # woken as a whole before its weights were loaded
+    (api_state(), sleep_record(2, ["weights", "reloaded"]), "waking", 2),
+    (api_state(), sleep_record(2), "unknown", None),  # a plain wake: every answer would be garbage
+    (api_state(), sleep_record(1), "serving", None),  # a plain wake from level 1 is a whole one
+]
+
+
+@pytest.mark.parametrize(("api", "record", "state", "level"), RECORDS)
+def test_the_own_record_of_a_sleep_decides_with_the_gauge(api, record, state, level):
+    gate = gate_state("open" if state == "serving" else "closed")
+    found, found_level, reasons = derive(unit_state(), api, gate, record, has_gate=True, unseen={})
+    assert (found, found_level) == (state, level)
+    assert reasons or state != "unknown"
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def test_a_lease_file_that_is_no_lease_is_an_error(host, value):
 
 def test_the_lock_is_held_by_one_process_and_freed_by_its_death(host):
     code = (
-        "import sys, time; from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import lease, deadline\n"
+        "import time; from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import lease, deadline\n"
         "with lease.locked('chat', deadline.Deadline(5)): print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as holder:

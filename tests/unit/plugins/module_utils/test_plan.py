@@ -17,6 +17,7 @@ from ansible_collections.baremetal.vllm.tests.unit.plugins.module_utils.lifecycl
     gate_state,
     lease,
     observation,
+    sleep_record,
     unit_state,
 )
 
@@ -34,8 +35,9 @@ FAILED = observation(unit=unit_state("failed", "failed", "exit-code"), gate=gate
 STARTING = observation(unit=unit_state("activating", "start-post"), gate=gate_state("open", False, False))
 ASLEEP = observation(gate=gate_state("closed"), api=api_state(paused=True, sleep="weights_offloaded"))
 UNKNOWN = observation(api=api_state(healthy=False))
-# A staged wake in its middle is a state of its own; the planner may do nothing with it but stop.
-WAKING = dataclasses.replace(ASLEEP, state="waking", level=None)
+WAKING = observation(
+    gate=gate_state("closed"), api=api_state(paused=True, sleep="discard_all"), sleep=sleep_record(2, ["weights"])
+)
 
 TABLE = {
     ("stopped", "drained"): (STOPPED, ["lease", "close"]),
@@ -43,51 +45,71 @@ TABLE = {
     ("stopped", "started"): (STOPPED, ["lease", "start", *BACK]),
     ("stopped", "stopped"): (STOPPED, []),
     ("stopped", "restarted"): (STOPPED, ["lease", "start", *BACK]),
+    ("stopped", "asleep"): (STOPPED, Refused),
+    ("stopped", "awake"): (STOPPED, Refused),
     ("failed", "drained"): (FAILED, ["lease"]),
     ("failed", "serving"): (FAILED, Refused),
     ("failed", "started"): (FAILED, ["lease", "start", "prove", "release"]),
     ("failed", "stopped"): (FAILED, ["lease", "stop"]),
     ("failed", "restarted"): (FAILED, ["lease", "stop", "start", "prove", "release"]),
+    ("failed", "asleep"): (FAILED, Refused),
+    ("failed", "awake"): (FAILED, Refused),
     ("starting", "drained"): (STARTING, Refused),
     ("starting", "serving"): (STARTING, Refused),
     ("starting", "started"): (STARTING, ["start"]),
     ("starting", "stopped"): (STARTING, ["lease", "withdraw", "await_router", "close", "stop"]),
     ("starting", "restarted"): (STARTING, ["lease", "withdraw", "await_router", "close", "stop", "start", *BACK]),
+    ("starting", "asleep"): (STARTING, Refused),
+    ("starting", "awake"): (STARTING, Refused),
     ("serving", "drained"): (SERVING, ["lease", *OUT, "pause"]),
     ("serving", "serving"): (SERVING, []),
     ("serving", "started"): (SERVING, []),
     ("serving", "stopped"): (SERVING, ["lease", *OUT, "stop"]),
     ("serving", "restarted"): (SERVING, ["lease", *OUT, "stop", "start", *BACK]),
+    ("serving", "asleep"): (SERVING, ["lease", *OUT, "sleep"]),
+    ("serving", "awake"): (SERVING, []),
     ("withdrawn", "drained"): (WITHDRAWN, ["lease", *OUT_AGAIN, "pause"]),
     ("withdrawn", "serving"): (WITHDRAWN, ["prove", "admit", "await_ready"]),
     ("withdrawn", "started"): (WITHDRAWN, []),
     ("withdrawn", "stopped"): (WITHDRAWN, ["lease", *OUT_AGAIN, "stop"]),
     ("withdrawn", "restarted"): (WITHDRAWN, ["lease", *OUT_AGAIN, "stop", "start", "prove", "release"]),
+    ("withdrawn", "asleep"): (WITHDRAWN, ["lease", *OUT_AGAIN, "sleep"]),
+    ("withdrawn", "awake"): (WITHDRAWN, []),
     ("draining", "drained"): (DRAINING, ["lease", *OUT_AGAIN, "pause"]),
     ("draining", "serving"): (DRAINING, ["prove", "admit", "await_ready"]),
     ("draining", "started"): (DRAINING, []),
     ("draining", "stopped"): (DRAINING, ["lease", *OUT_AGAIN, "stop"]),
     ("draining", "restarted"): (DRAINING, ["lease", *OUT_AGAIN, "stop", "start", "prove", "release"]),
+    ("draining", "asleep"): (DRAINING, ["lease", *OUT_AGAIN, "sleep"]),
+    ("draining", "awake"): (DRAINING, []),
     ("drained", "drained"): (DRAINED, ["lease"]),
     ("drained", "serving"): (DRAINED, ["resume", "prove", "admit", "await_ready"]),
     ("drained", "started"): (DRAINED, []),
     ("drained", "stopped"): (DRAINED, ["lease", "stop"]),
     ("drained", "restarted"): (DRAINED, ["lease", "stop", "start", "prove", "release"]),
+    ("drained", "asleep"): (DRAINED, ["lease", "sleep"]),
+    ("drained", "awake"): (DRAINED, []),
     ("asleep", "drained"): (ASLEEP, ["lease"]),
     ("asleep", "serving"): (ASLEEP, Refused),
     ("asleep", "started"): (ASLEEP, []),
     ("asleep", "stopped"): (ASLEEP, ["lease", "stop"]),
     ("asleep", "restarted"): (ASLEEP, ["lease", "stop", "start", "prove", "release"]),
+    ("asleep", "asleep"): (ASLEEP, ["lease"]),
+    ("asleep", "awake"): (ASLEEP, ["lease", "wake", "prove", "release"]),
     ("waking", "drained"): (WAKING, Refused),
     ("waking", "serving"): (WAKING, Refused),
     ("waking", "started"): (WAKING, []),
     ("waking", "stopped"): (WAKING, ["lease", "stop"]),
     ("waking", "restarted"): (WAKING, ["lease", "stop", "start", "prove", "release"]),
+    ("waking", "asleep"): (WAKING, Refused),
+    ("waking", "awake"): (WAKING, ["lease", "reload", "wake_kv", "reset_cache", "prove", "release"]),
     ("unknown", "drained"): (UNKNOWN, UnknownState),
     ("unknown", "serving"): (UNKNOWN, UnknownState),
     ("unknown", "started"): (UNKNOWN, UnknownState),
     ("unknown", "stopped"): (UNKNOWN, ["lease", "withdraw", "await_router", "close", "stop"]),
     ("unknown", "restarted"): (UNKNOWN, ["lease", "withdraw", "await_router", "close", "stop", "start", *BACK]),
+    ("unknown", "asleep"): (UNKNOWN, UnknownState),
+    ("unknown", "awake"): (UNKNOWN, UnknownState),
 }
 
 
@@ -180,6 +202,57 @@ def test_without_a_gate_the_engine_alone_is_drained_and_resumed():
     assert names(plan("serving", drained, OPTIONS)) == ["resume", "prove", "release"]
 
 
+ASLEEP_2 = observation(
+    gate=gate_state("closed"), api=api_state(paused=True, sleep="discard_all"), sleep=sleep_record(2)
+)
+KV_ONLY = observation(
+    gate=gate_state("closed"), api=api_state(paused=True, sleep=("",)), sleep=sleep_record(0, kv_only=True)
+)
+STAGED = ["wake_weights", "reload", "wake_kv", "reset_cache"]
+SLEEPS = [
+    # now, options, steps to asleep
+    (ASLEEP, Options(owner=OURS, level=2), ["lease", "wake", "sleep"]),
+    (ASLEEP_2, Options(owner=OURS, level=1), ["lease", *STAGED, "sleep"]),
+    (ASLEEP_2, Options(owner=OURS, level=2), ["lease"]),
+    (KV_ONLY, Options(owner=OURS, kv_only=True), ["lease"]),
+    (KV_ONLY, Options(owner=OURS, level=0), ["lease", "wake", "sleep"]),
+    (KV_ONLY, Options(owner=OURS, level=1), ["lease", "wake", "sleep"]),
+    (ASLEEP, Options(owner=OURS, level=2, deepen=False), Refused),
+]
+
+
+@pytest.mark.parametrize(("now", "options", "expected"), SLEEPS)
+def test_another_level_is_reached_by_waking_first_or_refused(now, options, expected):
+    if expected is Refused:
+        with pytest.raises(Refused, match="sleep at level 2"):
+            plan("asleep", now, options)
+        return
+    assert names(plan("asleep", now, options)) == expected
+
+
+@pytest.mark.parametrize("done", [STAGED[:count] for count in range(4)], ids=len)
+def test_a_wake_after_level_2_is_staged_and_goes_on_where_it_was_killed(done):
+    parts = {"wake_weights": "weights", "reload": "reloaded", "wake_kv": "kv_cache", "reset_cache": "cache_reset"}
+    record = sleep_record(2, [parts[step] for step in done])
+    now = observation(
+        gate=gate_state("closed"),
+        api=api_state(paused=True, sleep="discard_all"),
+        held=lease(purpose="awake"),
+        sleep=record,
+    )
+    assert names(plan("awake", now, OPTIONS)) == [*STAGED[len(done) :], *BACK]
+
+
+def test_a_paused_engine_is_never_woken():
+    for now in (DRAINED, dataclasses.replace(DRAINED, lease=lease(purpose="drained"))):
+        assert plan("awake", now, OPTIONS) == []
+
+
+def test_sleep_is_refused_without_development_endpoints():
+    with pytest.raises(Refused, match="no development endpoints"):
+        plan("asleep", observation(api=api_state(dev_mode=False)), OPTIONS)
+
+
 END = {
     "drained": observation(gate=gate_state("closed"), api=api_state(paused=True), held=AFTER_DRAIN),
     "serving": SERVING,
@@ -188,13 +261,16 @@ END = {
         unit=unit_state("inactive", "dead"), gate=gate_state("closed", False, False), held=lease(purpose="stopped")
     ),
     "restarted": SERVING,
+    "asleep": dataclasses.replace(ASLEEP, lease=lease(purpose="asleep")),
+    "awake": SERVING,
 }
+START_FROM = {"serving": END["drained"], "awake": END["asleep"]}
 
 
 @pytest.mark.parametrize("wanted", WANTED)
 def test_the_prediction_is_the_state_that_those_steps_end_in(wanted):
     """From a serving engine, and for serving from a drained one: prediction and observation have the same words."""
-    now = END["drained"] if wanted == "serving" else SERVING
+    now = START_FROM.get(wanted, SERVING)
     assert predict(now, plan(wanted, now, OPTIONS), OPTIONS) == END[wanted].summary()
     if wanted != "restarted":
         assert plan(wanted, END[wanted], OPTIONS) == []

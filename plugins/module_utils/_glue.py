@@ -73,7 +73,17 @@ def run_change(module: AnsibleModule, state: str) -> t.NoReturn:
         fail(module, exc, changed=False)
     wanted = params["lease"]
     request = LeaseRequest(owner=wanted["owner"], reason=wanted["reason"], ttl=wanted["ttl"], run=params["run"])
-    wish = Wish(state, request, params["timeout"], params.get("mode") or "wait", params["force"])
+    wish = Wish(
+        state=state,
+        lease=request,
+        timeout=params["timeout"],
+        mode=params.get("mode", "wait"),
+        force=params["force"],
+        level=params.get("level", 1),
+        kv_only=params.get("kv_only", False),
+        deepen=params.get("deepen", True),
+        max_resident_mib=params.get("max_resident_mib"),
+    )
 
     def one(engine: config.EngineConfig) -> dict[str, t.Any] | LifecycleError:
         try:

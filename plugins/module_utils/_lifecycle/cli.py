@@ -15,16 +15,18 @@ import sys
 import time
 import typing as t
 
-from . import __version__, config, doors
+from . import config, doors
 from .errors import LifecycleError, MissingLibrary
 from .lease import LeaseRequest
 from .observe import observe
+from .plan import WANTED
 from .transition import Wish, change
+from .version import VERSION
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="vllm-lifecycle", description="The lifecycle of a host's vLLM engines.")
-    parser.add_argument("--version", action="version", version=f"vllm-lifecycle {__version__}")
+    parser.add_argument("--version", action="version", version=f"vllm-lifecycle {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in (
         ("preflight", "ExecStartPre: check what the engine needs"),
@@ -37,26 +39,30 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("engine", nargs="*")
     change_parser = commands.add_parser("set", help="bring an engine to a state, as the modules do")
     change_parser.add_argument("engine")
-    change_parser.add_argument("state", choices=["drained", "serving", "started", "stopped", "restarted"])
+    change_parser.add_argument("state", choices=WANTED)
     change_parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS")
     change_parser.add_argument("--mode", choices=["wait", "abort"], default="wait")
     change_parser.add_argument(
         "--owner", default=f"operator-{os.environ.get('SUDO_USER') or os.environ.get('USER', '')}"
     )
     change_parser.add_argument("--reason", default="")
+    change_parser.add_argument("--level", type=int, choices=[0, 1, 2], default=1, help="of asleep")
+    change_parser.add_argument("--kv-only", action="store_true", help="asleep frees the KV cache alone")
     change_parser.add_argument("--force", action="store_true")
     change_parser.add_argument("--check", action="store_true", help="say what would be done")
     return parser
 
 
-def _report(message: str) -> None:
-    print(message, flush=True)
+def _report(message: str, stream: t.TextIO | None = None) -> None:
+    stream = stream or sys.stdout
+    stream.write(f"{message}\n")
+    stream.flush()
 
 
 def _run(arguments: argparse.Namespace) -> None:
     if arguments.command == "info":
         names = arguments.engine or config.known_engines()
-        print(json.dumps({name: observe(config.load(name)).asdict() for name in names}, indent=1))
+        _report(json.dumps({name: observe(config.load(name)).asdict() for name in names}, indent=1))
         return
     engine = config.load(arguments.engine)
     main_pid = int(os.environ.get("MAINPID") or 0)
@@ -70,9 +76,17 @@ def _run(arguments: argparse.Namespace) -> None:
         doors.settle(engine, _report)
     else:
         request = LeaseRequest(owner=arguments.owner, reason=arguments.reason)
-        wish = Wish(arguments.state, request, arguments.timeout, arguments.mode, arguments.force)
+        wish = Wish(
+            state=arguments.state,
+            lease=request,
+            timeout=arguments.timeout,
+            mode=arguments.mode,
+            force=arguments.force,
+            level=arguments.level,
+            kv_only=arguments.kv_only,
+        )
         outcome = change(engine, wish, check=arguments.check, report=_report)
-        print(json.dumps(outcome.asdict(), indent=1, default=str))
+        _report(json.dumps(outcome.asdict(), indent=1, default=str))
 
 
 def main(argv: t.Sequence[str] | None = None) -> int:
@@ -81,12 +95,11 @@ def main(argv: t.Sequence[str] | None = None) -> int:
     try:
         _run(arguments)
     except LifecycleError as exc:
-        print(f"vllm-lifecycle: {exc.text}", file=sys.stderr)
+        _report(f"vllm-lifecycle: {exc.text}", sys.stderr)
         if isinstance(exc, MissingLibrary):
-            print(exc.import_error, file=sys.stderr)
+            _report(exc.import_error, sys.stderr)
         if exc.details:
-            print(
-                json.dumps({**exc.details, "elapsed": round(time.monotonic() - begun, 3)}, default=str), file=sys.stderr
-            )
+            details = {**exc.details, "elapsed": round(time.monotonic() - begun, 3)}
+            _report(json.dumps(details, default=str), sys.stderr)
         return exc.exit_code
     return 0

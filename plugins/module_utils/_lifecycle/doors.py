@@ -12,12 +12,11 @@ from __future__ import annotations
 import os
 import pwd
 import socket
-import subprocess
 import time
 import typing as t
 from pathlib import Path
 
-from . import gpu, lease
+from . import gpu, lease, process
 from .config import EngineConfig
 from .deadline import Deadline
 from .engine import Engine
@@ -35,7 +34,8 @@ import yaml
 try:
     with open(config) as stream:
         value = yaml.safe_load(stream)
-    assert isinstance(value, dict), "it holds no mapping"
+    if not isinstance(value, dict):
+        raise ValueError("it holds no mapping")
 except Exception as exc:
     sys.exit(f"config file {config}: {exc}")
 if os.path.isabs(model):
@@ -102,16 +102,10 @@ def _probe_as_user(config: EngineConfig, python: Path) -> None:
             "extra_groups": os.getgrouplist(user.pw_name, user.pw_gid),
         }
     try:
-        done = subprocess.run(
-            [str(python), "-I", "-c", _PROBE, config.config_file, config.model],
-            capture_output=True,
-            text=True,
-            timeout=PROBE_TIMEOUT,
-            check=False,
-            cwd="/",
-            **identity,
+        done = process.run(
+            [str(python), "-I", "-c", _PROBE, config.config_file, config.model], PROBE_TIMEOUT, cwd="/", **identity
         )
-    except (OSError, subprocess.TimeoutExpired) as exc:
+    except (OSError, process.TimeoutExpired) as exc:
         raise UsageError(
             f"engine '{config.engine}' on {here}: user {config.user} cannot run {python}: {exc}",
             next_step="run the role baremetal.vllm.vllm_runtime again",

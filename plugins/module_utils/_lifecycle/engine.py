@@ -248,7 +248,7 @@ def api_key(config: EngineConfig) -> str:
     except OSError:
         return ""
     for line in lines:
-        name, _, value = line.strip().partition("=")
+        name, value = line.strip().partition("=")[::2]
         if name == "VLLM_API_KEY":
             return value.strip("\"'")
     return ""

@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import socket
-import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import store
+from . import process, store
 from .deadline import Deadline
 from .errors import DeadlineExceeded, LifecycleError, Surprise, UsageError
 
@@ -50,17 +49,15 @@ class UnitState:
     pids: list[int] = field(default_factory=list)
 
 
-def _systemctl(*arguments: str) -> subprocess.CompletedProcess[str]:
+def _systemctl(*arguments: str) -> process.Done[str]:
     try:
-        return subprocess.run(
-            ["systemctl", *arguments], capture_output=True, text=True, timeout=QUERY_TIMEOUT, check=False
-        )
+        return process.run(["systemctl", *arguments], QUERY_TIMEOUT)
     except FileNotFoundError as exc:
         raise UsageError(
             f"host {socket.gethostname()} has no systemctl, so no systemd runs its units",
             next_step="use a host that was booted with systemd",
         ) from exc
-    except subprocess.TimeoutExpired as exc:
+    except process.TimeoutExpired as exc:
         raise LifecycleError(
             f"systemctl {' '.join(arguments)} gave no answer within {QUERY_TIMEOUT} s",
             next_step=f"look at the system manager of {socket.gethostname()}: systemctl list-jobs",
@@ -165,15 +162,11 @@ class Unit:
     def journal(self, lines: int) -> list[str]:
         """The unit's last journal lines; what went wrong in reading them stands in their place."""
         try:
-            done = subprocess.run(
+            done = process.run(
                 ["journalctl", "--unit", self.name, "--lines", str(lines), "--no-pager", "--output", "cat"],
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=QUERY_TIMEOUT,
-                check=False,
+                QUERY_TIMEOUT,
             )
-        except (OSError, subprocess.TimeoutExpired) as exc:
+        except (OSError, process.TimeoutExpired) as exc:
             return [f"(the journal could not be read: {exc})"]
         return (done.stdout or done.stderr).splitlines()[-lines:]
 

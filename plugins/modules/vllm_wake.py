@@ -1,0 +1,117 @@
+#!/usr/bin/python
+
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: vllm_wake
+short_description: Wake a sleeping vLLM engine, with the right weights, and admit it again
+version_added: 0.1.0
+description:
+  - Refuses when the memory that the engine gave back is held by another process, and names it.
+  - After a sleep at level 2 the weights are gone, although a plain wake would answer 200. Such an engine is woken in
+    stages - memory of the weights, reload on every rank, KV cache, prefix cache - and a killed run is gone on with.
+  - A completion proves it before it is admitted again, if the sleep had taken it out. A paused, drained engine is not
+    asleep, and is left as it is.
+author:
+  - baremetal.vllm contributors (@baremetal-vllm)
+extends_documentation_fragment:
+  - baremetal.vllm._common
+  - baremetal.vllm._common.attributes
+  - baremetal.vllm._common.engines
+  - baremetal.vllm._common.change
+attributes:
+  check_mode:
+    support: full
+    details: A prediction from reads alone.
+  diff_mode:
+    support: full
+  idempotent:
+    support: full
+seealso:
+  - module: baremetal.vllm.vllm_sleep
+  - module: baremetal.vllm.vllm_drain
+"""
+
+EXAMPLES = r"""
+- name: Wake it in the morning
+  baremetal.vllm.vllm_wake:
+    engine: chat
+    lease:
+      owner: night
+  vars:
+    ansible_python_interpreter: /opt/vllm/control/bin/python
+"""
+
+RETURN = r"""
+changed:
+  description: Whether anything was changed, also by a run that failed later.
+  returned: always
+  type: bool
+actions:
+  description: What was done, or in check mode would be done, one sentence a step.
+  returned: always
+  type: list
+  elements: str
+  sample: ["chat: wake it", "chat: prove it by a completion", "chat: admit it at the gate"]
+engines:
+  description:
+    - The result of each engine, by name, with the keys C(changed), C(actions), C(before), C(after), C(elapsed) and
+      C(timings); after a failure also C(left).
+  returned: always
+  type: dict
+before:
+  description: The state before, for O(engine). Unseen values are null.
+  returned: when O(engine) is used
+  type: dict
+  sample: {"state": "asleep", "level": 1, "admission": "closed", "proved": true, "paused": true, "lease": "night"}
+after:
+  description: The state after, observed anew; in check mode the predicted one.
+  returned: when O(engine) is used
+  type: dict
+  sample: {"state": "serving", "level": null, "admission": "open", "proved": true, "paused": false, "lease": null}
+elapsed:
+  description: Seconds.
+  returned: when O(engine) is used
+  type: float
+  sample: 5.2
+timings:
+  description: Seconds by step.
+  returned: when O(engine) is used
+  type: dict
+  sample: {"wake": 0.4, "prove": 0.1, "admit": 0.01, "await_ready": 0.02}
+out_of_service:
+  description:
+    - What the released lease had held, since when (seconds since the epoch), for how many seconds, with the seconds of
+      every step under it, and the record of the last proved start.
+  returned: when a lease was released
+  type: dict
+left:
+  description: What stood in the way, by engine.
+  returned: on failure
+  type: dict
+  sample: {"chat": {"running": 2, "waiting": 0, "sessions": 2}}
+next_step:
+  description: What to do about the failure.
+  returned: on failure
+  type: str
+"""
+
+from ansible.module_utils.basic import AnsibleModule
+
+from ansible_collections.baremetal.vllm.plugins.module_utils._glue import CHANGE, ONE_OR_MORE, run_change
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec=CHANGE,
+        supports_check_mode=True,
+        **ONE_OR_MORE,
+    )
+    run_change(module, "awake")
+
+
+if __name__ == "__main__":
+    main()

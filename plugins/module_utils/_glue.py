@@ -13,7 +13,7 @@ from ansible.module_utils.basic import AnsibleModule, missing_required_lib
 from ._lifecycle import config
 from ._lifecycle.errors import LifecycleError, MissingLibrary, UsageError
 from ._lifecycle.lease import LeaseRequest
-from ._lifecycle.transition import Wish, change
+from ._lifecycle.transition import Outcome, Wish, change
 
 ENGINES: dict[str, t.Any] = {
     "engine": {"type": "str"},
@@ -65,17 +65,10 @@ def chosen_engines(module: AnsibleModule, every: bool = False) -> list[str]:
 def run_change(module: AnsibleModule, state: str) -> t.NoReturn:
     """Bring every named engine to a state, side by side, and exit with one result for all."""
     params = module.params
-    if params["timeout"] <= 0:
-        module.fail_json(msg=f"timeout must be above 0 s, not {params['timeout']:g}", changed=False)
-    try:
-        engines = [config.load(name) for name in chosen_engines(module)]
-    except LifecycleError as exc:
-        fail(module, exc, changed=False)
     wanted = params["lease"]
-    request = LeaseRequest(owner=wanted["owner"], reason=wanted["reason"], ttl=wanted["ttl"], run=params["run"])
     wish = Wish(
         state=state,
-        lease=request,
+        lease=LeaseRequest(owner=wanted["owner"], reason=wanted["reason"], ttl=wanted["ttl"], run=params["run"]),
         timeout=params["timeout"],
         mode=params.get("mode", "wait"),
         force=params["force"],
@@ -84,15 +77,38 @@ def run_change(module: AnsibleModule, state: str) -> t.NoReturn:
         deepen=params.get("deepen", True),
         max_resident_mib=params.get("max_resident_mib"),
     )
+    _refuse_bad_numbers(module)
+    try:
+        engines = {name: config.load(name) for name in chosen_engines(module)}
+    except LifecycleError as exc:
+        fail(module, exc, changed=False)
+    exit_with(module, {name: _changer(engine, wish, module.check_mode) for name, engine in engines.items()})
 
-    def one(engine: config.EngineConfig) -> dict[str, t.Any] | LifecycleError:
+
+def _changer(engine: config.EngineConfig, wish: Wish, check: bool) -> t.Callable[[], Outcome]:
+    return lambda: change(engine, wish, check=check)
+
+
+def _refuse_bad_numbers(module: AnsibleModule) -> None:
+    numbers = {"timeout": module.params["timeout"], "lease.ttl": module.params["lease"]["ttl"]}
+    if module.params.get("max_resident_mib") is not None:
+        numbers["max_resident_mib"] = module.params["max_resident_mib"]
+    for name, value in numbers.items():
+        if not 0 < value < 1e9:
+            module.fail_json(msg=f"{name} must be above 0, not {value:g}", changed=False)
+
+
+def exit_with(module: AnsibleModule, changes: dict[str, t.Callable[[], Outcome]], many: str = "engines") -> t.NoReturn:
+    """Carry out the named changes side by side, and exit with one result for all, under the key ``many``."""
+
+    def one(carry_out: t.Callable[[], Outcome]) -> dict[str, t.Any] | LifecycleError:
         try:
-            return change(engine, wish, check=module.check_mode).asdict()
+            return carry_out().asdict()
         except LifecycleError as exc:
             return exc
 
-    with ThreadPoolExecutor(max_workers=len(engines)) as pool:
-        outcomes = dict(zip([engine.engine for engine in engines], pool.map(one, engines)))
+    with ThreadPoolExecutor(max_workers=len(changes)) as pool:
+        outcomes = dict(zip(changes, pool.map(one, changes.values())))
     errors = {name: found for name, found in outcomes.items() if isinstance(found, LifecycleError)}
     results = {
         name: {"failed": True, "msg": found.text, "changed": False, "actions": [], **found.details}
@@ -103,11 +119,11 @@ def run_change(module: AnsibleModule, state: str) -> t.NoReturn:
     result: dict[str, t.Any] = {
         "changed": any(found["changed"] for found in results.values()),
         "actions": [action for found in results.values() for action in found["actions"]],
-        "engines": results,
+        many: results,
         "diff": {side: {name: found.get(side) for name, found in results.items()} for side in ("before", "after")},
     }
-    if params["engine"]:
-        only = results[params["engine"]]
+    if len(results) == 1:
+        only = next(iter(results.values()))
         result.update({key: value for key, value in only.items() if key not in ("failed", "msg")})
     if errors:
         first = next(iter(errors.values()))

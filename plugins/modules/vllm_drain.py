@@ -93,22 +93,22 @@ engines:
   type: dict
 before:
   description: The state before, for O(engine). Unseen values are null.
-  returned: when O(engine) is used
+  returned: when one engine is named
   type: dict
   sample: {"state": "serving", "level": null, "admission": "open", "proved": true, "paused": false, "lease": null}
 after:
   description: The state after, observed anew; in check mode the predicted one.
-  returned: when O(engine) is used
+  returned: when one engine is named
   type: dict
   sample: {"state": "drained", "level": null, "admission": "closed", "proved": true, "paused": true, "lease": "me"}
 elapsed:
   description: Seconds.
-  returned: when O(engine) is used
+  returned: when one engine is named
   type: float
   sample: 5.2
 timings:
   description: Seconds by step.
-  returned: when O(engine) is used
+  returned: when one engine is named
   type: dict
   sample: {"withdraw": 0.01, "await_router": 3.0, "await_idle": 1.9, "close": 0.01, "pause": 0.02}
 requests_cut:

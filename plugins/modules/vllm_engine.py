@@ -79,22 +79,22 @@ engines:
   type: dict
 before:
   description: The state before, for O(engine). Unseen values are null.
-  returned: when O(engine) is used
+  returned: when one engine is named
   type: dict
   sample: {"state": "drained", "level": null, "admission": "closed", "proved": true, "paused": true, "lease": "ansible"}
 after:
   description: The state after, observed anew; in check mode the predicted one.
-  returned: when O(engine) is used
+  returned: when one engine is named
   type: dict
   sample: {"state": "withdrawn", "level": null, "admission": "closed", "proved": true, "paused": false, "lease": "me"}
 elapsed:
   description: Seconds.
-  returned: when O(engine) is used
+  returned: when one engine is named
   type: float
   sample: 5.2
 timings:
   description: Seconds by step.
-  returned: when O(engine) is used
+  returned: when one engine is named
   type: dict
   sample: {"stop": 4.1, "start": 61.0, "prove": 0.1}
 requests_cut:

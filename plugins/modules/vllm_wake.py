@@ -64,22 +64,22 @@ engines:
   type: dict
 before:
   description: The state before, for O(engine). Unseen values are null.
-  returned: when O(engine) is used
+  returned: when one engine is named
   type: dict
   sample: {"state": "asleep", "level": 1, "admission": "closed", "proved": true, "paused": true, "lease": "night"}
 after:
   description: The state after, observed anew; in check mode the predicted one.
-  returned: when O(engine) is used
+  returned: when one engine is named
   type: dict
   sample: {"state": "serving", "level": null, "admission": "open", "proved": true, "paused": false, "lease": null}
 elapsed:
   description: Seconds.
-  returned: when O(engine) is used
+  returned: when one engine is named
   type: float
   sample: 5.2
 timings:
   description: Seconds by step.
-  returned: when O(engine) is used
+  returned: when one engine is named
   type: dict
   sample: {"wake": 0.4, "prove": 0.1, "admit": 0.01, "await_ready": 0.02}
 out_of_service:

@@ -68,10 +68,18 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def _build(cls: type, value: t.Any, where: str) -> t.Any:
-    """A dataclass from a JSON object; every complaint at once."""
+def build(cls: type, value: t.Any, where: str) -> t.Any:
+    """A dataclass from a JSON object, every complaint at once.
+
+    :raises UsageError: a key is missing or has the wrong type.
+    """
     if not isinstance(value, dict):
-        raise UsageError(f"{where} is no JSON object", next_step="run the role baremetal.vllm.vllm_engine again")
+        raise UsageError(f"{where} is no JSON object", next_step="run playbooks/site.yml again, which writes it")
+    if "schema" in value and value["schema"] != 1:
+        raise UsageError(
+            f"{where} has schema {value['schema']!r}, this library reads 1",
+            next_step="run playbooks/site.yml again, which brings files and library to one version",
+        )
     fields = cls.__dataclass_fields__  # type: ignore[attr-defined]
     known = {name: value[name] for name in fields if name in value}
     wrong = [
@@ -80,7 +88,7 @@ def _build(cls: type, value: t.Any, where: str) -> t.Any:
         if name != "gate" and (isinstance(item, bool) or not isinstance(item, _TYPES[str(fields[name].type)]))
     ]
     if isinstance(value.get("gate"), dict):
-        known["gate"] = _build(GateConfig, value["gate"], f"{where}, key gate")
+        known["gate"] = build(GateConfig, value["gate"], f"{where}, key gate")
     elif value.get("gate") is not None:
         wrong.append("gate")
     try:
@@ -89,7 +97,7 @@ def _build(cls: type, value: t.Any, where: str) -> t.Any:
         complaint = f"wrong type for {', '.join(wrong)}"
     except TypeError as exc:
         complaint = str(exc).partition(" ")[2]
-    raise UsageError(f"{where}: {complaint}", next_step="run the role baremetal.vllm.vllm_engine again")
+    raise UsageError(f"{where}: {complaint}", next_step="run playbooks/site.yml again, which writes it")
 
 
 def known_engines() -> list[str]:
@@ -111,9 +119,4 @@ def load(engine: str) -> EngineConfig:
             next_step="correct the name, or declare the engine in vllm_engine_instances and run playbooks/site.yml",
             known=known_engines(),
         )
-    if value.get("schema") != 1:
-        raise UsageError(
-            f"{path} has schema {value.get('schema')!r}, this library reads 1",
-            next_step="run the role baremetal.vllm.vllm_engine again",
-        )
-    return t.cast(EngineConfig, _build(EngineConfig, value, str(path)))
+    return t.cast(EngineConfig, build(EngineConfig, value, str(path)))

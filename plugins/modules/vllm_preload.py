@@ -13,7 +13,7 @@ description:
   - With O(state=ready) the unit is active, its health is 200, each rank's socket accepts connections, and its
     processes hold the memory of the weights. A daemon that has given its weights away is started anew.
   - With O(state=absent) the unit is stopped and its GPU memory is proved free.
-  - Neither is done while an engine that uses the daemon runs. The engine would keep the memory, and the next daemon would
+  - Neither is done while an engine that uses the daemon runs. It would keep the memory, and the next daemon would
     hold a second copy beside it.
 author:
   - baremetal.vllm contributors (@baremetal-vllm)

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import json
 import sys
 import tempfile
-import threading
 import time
 import typing as t
 from pathlib import Path
@@ -26,7 +26,7 @@ if __package__ in (None, ""):  # run as a script
     __package__ = "sim"
 
 from sim import model
-from sim.harness import ClientStream, Reply, SimDaemon, SimEngine, SimGpu, sim_daemon, sim_engine, sim_gpu
+from sim.harness import ClientStream, Failed, Reply, SimDaemon, SimEngine, SimGpu, sim_daemon, sim_engine, sim_gpu
 
 TRANSCRIPTS = Path(__file__).resolve().parent / "transcripts"
 TOKENS_A_SECOND = 228  # of the recorded streams: 1800 in 7.9 s
@@ -68,27 +68,33 @@ def ask(engine: SimEngine, method: str, path: str, body: t.Any = None, timeout: 
 class Replay:
     """One engine's life, record by record."""
 
-    def __init__(self, report: Report, engine: SimEngine, gpu: SimGpu, name: str, speed: float) -> None:
+    def __init__(self, report: Report, engine: SimEngine, gpu: SimGpu, name: str, drains: bool = False) -> None:
         self.report = report
         self.engine = engine
         self.gpu = gpu
         self.name = name
-        self.speed = speed
+        self.drains = drains  # started with a --shutdown-timeout
         self.recorded_golden: list[int] = []
         self.golden: list[int] = []
         self.streams: list[ClientStream] = []
-        self.waits: list[threading.Thread] = []
-        self.host_copy_before: float | None = None
 
-    def step(self, number: int, record: dict[str, t.Any], following: list[dict[str, t.Any]]) -> None:
+    def step(self, number: int, record: dict[str, t.Any], opens: bool = False) -> None:
         handler = getattr(self, f"on_{record['kind']}", None)
         if handler is None:
             raise KeyError(f"{self.name}:{number}: no comparison for records of kind {record['kind']}")
-        handler(f"{self.name}:{number} {record['kind']} {record.get('path', '')}".strip(), record)
+        where = f"{self.name}:{number} {record['kind']} {record.get('path', '')}".strip()
+        try:
+            if opens:
+                self.open_stream()
+            handler(where, record)
+        except (OSError, http.client.HTTPException, Failed, AssertionError, LookupError, TypeError) as error:
+            self.report.check(where, [("exchange", "as recorded", f"{type(error).__name__}: {error}")])
 
     # a client's exchanges
 
     def on_http(self, where: str, record: dict[str, t.Any]) -> None:
+        if record["path"] in ("/pause?mode=wait", "/resume"):  # the steps that let the stream come to its end
+            self.let_streams_run()
         body = {"method": "reload_weights"} if record["path"] == "/collective_rpc" else None
         reply = ask(self.engine, record["m"], record["path"], body)
         assert reply is not None, where
@@ -108,13 +114,19 @@ class Replay:
     def on_gen(self, where: str, record: dict[str, t.Any]) -> None:
         ids = record.get("ids")
         body = {"prompt": GOLDEN, "max_tokens": len(ids or [0] * 16), "temperature": 0, "seed": 0, "logprobs": 0}
-        reply = ask(self.engine, "POST", "/v1/completions", {**body, "return_token_ids": True}, timeout=0.3)
+        reply = ask(
+            self.engine,
+            "POST",
+            "/v1/completions",
+            {**body, "return_token_ids": True},
+            timeout=10 if record["status"] else 0.3,
+        )
         if record["status"] is None:
             self.report.check(where, [("answered", False, reply is not None)])
             return
         assert reply is not None, where
         pairs: list[tuple[str, t.Any, t.Any]] = [("status", record["status"], reply.status)]
-        if ids is None:
+        if reply.status != 200:
             pairs.append(("error", record["err"], reply.json["error"]))
         else:
             choice = reply.json["choices"][0]
@@ -148,11 +160,13 @@ class Replay:
         self.report.check(where, pairs)
 
     def open_stream(self) -> None:
+        """Open it slow, so that it still runs when the next record comes, however busy this machine is."""
+        self.engine.set_fault("slow_tokens", 100)
         self.streams.append(self.engine.open_stream(1800, "a long story"))
-        deadline = time.monotonic() + 10
-        while not self.engine.truth()["cores"][0]["running"] and time.monotonic() < deadline:
-            time.sleep(0.005)
-        time.sleep(1.0 / self.speed)
+        self.engine.until(lambda: len(self.streams[-1].ids) > 0, "the stream's first token")
+
+    def let_streams_run(self) -> None:
+        self.engine.set_fault("slow_tokens", None)
 
     # looks at the machine
 
@@ -176,6 +190,8 @@ class Replay:
             self.report.check(f"{where} rss", [("host copy", float(record["rss"]) > 16, core["host_copy"])])
 
     def on_stopped(self, where: str, record: dict[str, t.Any]) -> None:
+        if self.drains:
+            self.let_streams_run()
         self.report.check(where, [("exit code", record["rc"], self.engine.terminate())])
 
 
@@ -210,13 +226,10 @@ def sleep_and_wake(report: Report, folder: Path, common: dict[str, t.Any]) -> No
             options = {**common, "shutdown_timeout": timeout, "token_rate": TOKENS_A_SECOND * speed}
             report_memory(report, f"{name}:1 smi0", part, gpu)
             with sim_engine(folder, name=life, gpu=gpu, **options) as engine:
-                replay = Replay(report, engine, gpu, name, speed)
+                replay = Replay(report, engine, gpu, name, drains=timeout > 0)
                 for at, record in enumerate(part):
-                    if opens_stream(at, part):
-                        replay.open_stream()
-                    if record["kind"] in NOT_EXCHANGES:
-                        continue
-                    replay.step(offset + at + 1, record, part[at + 1 :])
+                    if record["kind"] not in NOT_EXCHANGES:
+                        replay.step(offset + at + 1, record, opens_stream(at, part))
 
 
 # what the recorder wrote about itself or about time, and logs that are compared elsewhere
@@ -260,7 +273,7 @@ def copy_and_wrong_weights(report: Report, folder: Path, common: dict[str, t.Any
                 if mode := start.pop("config", None):
                     start["model_loader_extra_config"] = {"socket_dir": str(daemon.socket_dir), "mode": mode}
                 engine = engines.enter_context(sim_engine(folder, name=record["kind"], gpu=gpu, **{**options, **start}))
-                replay = Replay(report, engine, gpu, name, speed)
+                replay = Replay(report, engine, gpu, name)
                 report.check(where, [("ready", True, engine.answers())])
             elif record["kind"] == "gen":
                 assert replay is not None
@@ -286,7 +299,7 @@ def copy_and_wrong_weights(report: Report, folder: Path, common: dict[str, t.Any
                 report.check(where, [("exit code", record["rc"], daemon.terminate())])
             elif record["kind"] not in NOT_EXCHANGES:
                 assert replay is not None
-                replay.step(number, record, [])
+                replay.step(number, record)
 
 
 def log_line(report: Report, where: str, recorded: str, ours: str) -> None:

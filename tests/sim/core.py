@@ -178,20 +178,18 @@ class Core:
         if stuck or self.output_hangs or self.faults.get("hang_output") is not None:
             return
         for sequence in list(self.running):
-            sequence.owed += elapsed * self.options.token_rate
-            count = min(int(sequence.owed), sequence.max_tokens - sequence.made)
-            if count <= 0:
-                continue
-            sequence.owed -= count
-            sequence.news.put_nowait([self.token(sequence, sequence.made + step) for step in range(count)])
-            sequence.made += count
-            self.generated += count
             cut = self.faults.number("cut_streams", 3)
             short = self.faults.number("short_answers", 1)
-            if cut is not None and sequence.made >= cut:
-                self.finish(sequence, "abort")
-            elif sequence.made >= sequence.max_tokens or (short is not None and sequence.made >= short):
-                self.finish(sequence, "length")
+            limit = int(min(sequence.max_tokens, cut or 1 << 30, short or 1 << 30))
+            sequence.owed += elapsed * (self.faults.number("slow_tokens", 10) or self.options.token_rate)
+            count = min(int(sequence.owed), limit - sequence.made)
+            if count > 0:
+                sequence.owed -= count
+                sequence.news.put_nowait([self.token(sequence, sequence.made + step) for step in range(count)])
+                sequence.made += count
+                self.generated += count
+            if sequence.made >= limit:
+                self.finish(sequence, "abort" if limit == cut else "length")
         if not self.running:
             self.observe()
 

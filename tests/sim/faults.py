@@ -74,6 +74,7 @@ TABLE = [
     Fault("wrong_tokens", "output", "", "plausible tokens of other weights", "S01 A26"),
     Fault("logprobs_off", "output", "amount", "the tokens are right, logprobs differ by this much", "A26"),
     Fault("hang_output", "output", "", "completions never answer; health, version and models do", "E01"),
+    Fault("slow_tokens", "output", "tokens a second", "tokens come that slowly", "D05"),
     Fault("cut_streams", "output", "tokens", "streams end after this many tokens with abort, 200 and [DONE]", "S06"),
     Fault("short_answers", "output", "tokens", "answers end early and say length", "S06"),
     Fault("error_completions", "output", "status", "completions answer this status", "E01"),

@@ -265,6 +265,7 @@ class Supervisor:
         self.main = self.launch(self.text["ExecStart"])
         stamp = {"ExecMainStartTimestampMonotonic": now()}
         self.unit.update(MainPID=self.main.pid, SubState="start-post", **stamp)
+        self.members()
         # as with Type=exec: an ExecStartPost= command is not ended when the main process dies
         if self.control("ExecStartPost", stoppable=True):
             raise RuntimeError(self.result if self.result != "success" else "exit-code")

@@ -12,7 +12,7 @@ import time
 import httpx
 import pytest
 
-from ansible_collections.baremetal.vllm.tests.sim.harness import HERE, sim_engine, sim_gpu
+from ansible_collections.baremetal.vllm.tests.sim.harness import HERE, SimEngine, sim_engine, sim_gpu
 
 VERSIONS = ("0.31.0", "0.32.0", "0.33.0")
 
@@ -120,7 +120,7 @@ def test_wake_without_room_fails_and_leaves_part_of_it_mapped(tmp_path):
 
 
 def test_queue_that_outlives_a_waiting_pause(tmp_path):
-    with sim_engine(tmp_path, max_num_seqs=1, token_rate=500) as engine:
+    with sim_engine(tmp_path, max_num_seqs=1, token_rate=100) as engine:
         first, second = engine.open_stream(150), engine.open_stream(10)
         until(lambda: series(engine, "vllm:num_requests_waiting") == [1])
         assert engine.request("POST", "/pause?mode=wait").status == 200
@@ -132,7 +132,7 @@ def test_queue_that_outlives_a_waiting_pause(tmp_path):
 
 @pytest.mark.parametrize("cut", ["/pause?mode=abort", "/sleep?level=1"])
 def test_a_cut_stream_looks_complete(tmp_path, cut):
-    with sim_engine(tmp_path, token_rate=500) as engine:
+    with sim_engine(tmp_path, token_rate=100) as engine:
         stream = engine.open_stream(1800)
         until(lambda: series(engine, "vllm:generation_tokens_total")[0] > 20)
         engine.request("POST", cut)
@@ -143,7 +143,7 @@ def test_a_cut_stream_looks_complete(tmp_path, cut):
 
 
 def test_aborts_asked_for_are_in_no_counter(tmp_path):
-    with sim_engine(tmp_path, token_rate=500) as engine:
+    with sim_engine(tmp_path, token_rate=100) as engine:
         stream = engine.open_stream(1800)
         until(lambda: series(engine, "vllm:num_requests_running") == [1])
         assert engine.request("POST", "/abort_requests", {}).json == {"status": "aborted", "aborted": 1}
@@ -152,7 +152,7 @@ def test_aborts_asked_for_are_in_no_counter(tmp_path):
 
 
 def test_sigterm_aborts_by_default_and_keeps_the_socket_file(tmp_path):
-    with sim_engine(tmp_path, token_rate=500) as engine:
+    with sim_engine(tmp_path, token_rate=100) as engine:
         stream = engine.open_stream(1800)
         until(lambda: series(engine, "vllm:num_requests_running") == [1])
         assert engine.terminate() == 0
@@ -169,7 +169,7 @@ def test_a_left_over_socket_ends_the_next_start(tmp_path):
 
 
 def test_sigterm_with_a_timeout_lets_streams_finish_and_refuses_new_ones(tmp_path):
-    with sim_engine(tmp_path, token_rate=500, shutdown_timeout=30) as engine:
+    with sim_engine(tmp_path, token_rate=100, shutdown_timeout=30) as engine:
         stream = engine.open_stream(300)
         until(lambda: series(engine, "vllm:num_requests_running") == [1])
         os.kill(engine.pid, signal.SIGTERM)
@@ -194,7 +194,7 @@ def test_core_outlives_sigkill_of_its_parent_with_its_memory(tmp_path):
 
 
 def test_api_server_exits_0_when_its_core_is_killed(tmp_path):
-    with sim_engine(tmp_path, token_rate=500) as engine:
+    with sim_engine(tmp_path, token_rate=100) as engine:
         stream = engine.open_stream(1800)
         until(lambda: series(engine, "vllm:num_requests_running") == [1])
         os.kill(engine.core_pids()[0], signal.SIGKILL)
@@ -298,17 +298,10 @@ def test_vllm_serve_with_a_configuration_file(tmp_path):
     config.write_text(f"model: /models/chat\nserved-model-name: chat\nuds: {tmp_path}/e.sock\nmax-num-seqs: 7\n")
     argv = [sys.executable, str(HERE / "bin" / "vllm"), "serve", "--config", str(config)]
     env = {**os.environ, "SIM_ARGS": f"--version 0.32.0 --state {tmp_path}"}
+    client = SimEngine(tmp_path, tmp_path / "e.sock", [], {})  # asks only: this one was started elsewhere
     with subprocess.Popen(argv, env=env) as process:
-        transport = httpx.HTTPTransport(uds=f"{tmp_path}/e.sock", retries=0)
-        with httpx.Client(transport=transport, base_url="http://engine", trust_env=False) as client:
-
-            def serves() -> bool:
-                try:
-                    return client.get("/version").json() == {"version": "0.32.0"}
-                except httpx.ConnectError:
-                    return False
-
-            until(serves)
-            assert client.get("/v1/models").json()["data"][0]["id"] == "chat"
+        until(client.answers)
+        assert client.request("GET", "/version").json == {"version": "0.32.0"}
+        assert client.request("GET", "/v1/models").json["data"][0]["id"] == "chat"
         process.terminate()
         assert process.wait(10) == 0

@@ -230,6 +230,7 @@ PROBES = [
             and [lab.get(path).status for path in ("/health", "/version", "/v1/models", "/is_paused")] == [200] * 4
         ),
     ),
+    ("slow_tokens", 10, lambda lab: took(lab.ids) > 0.5),
     ("cut_streams", 5, lambda lab: lab.engine.open_stream(900).read().finish_reason == "abort"),
     ("short_answers", 2, lambda lab: len(lab.ids()) < 8),
     ("error_completions", 429, lambda lab: lab.post("/v1/completions", GOLDEN).status == 429),
@@ -277,7 +278,7 @@ PROBES = [
 def test_switch_at_run_time(tmp_path, name, arg, holds):
     with (
         sim_gpu(tmp_path) as gpu,
-        sim_engine(tmp_path, gpu=gpu, enable_sleep_mode=True, speed=500, token_rate=500) as engine,
+        sim_engine(tmp_path, gpu=gpu, enable_sleep_mode=True, speed=500, token_rate=200) as engine,
     ):
         lab = Lab(engine, gpu)
         engine.set_fault(name, arg)
@@ -352,8 +353,9 @@ def test_a_start_that_fails(tmp_path, fault, said):
 @pytest.mark.parametrize("fault", ["start_hang", "start_refuse=60"])
 def test_a_start_without_end(tmp_path, fault):
     with sim_engine(tmp_path, wait=False, fault=[fault]) as engine:
+        engine.until(engine.socket.exists, "its socket")
         with pytest.raises(Failed):
-            engine.until(engine.answers, "an answer", timeout=1.0)
+            engine.until(engine.answers, "an answer", timeout=0.7)
         assert engine.popen.poll() is None
         assert engine.socket.exists()
 

@@ -19,14 +19,13 @@ NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,30}")
 
 @dataclass(frozen=True)
 class GateConfig:
-    """The gate in front of an engine: its admin socket, its map file and the HAProxy proxy of this engine."""
+    """The gate in front of an engine: HAProxy's master socket, its map file and the proxy of this engine."""
 
-    stats_socket: str
+    master_socket: str
     map: str
     proxy: str
     address: str
     port: int
-    master_socket: str = ""
 
 
 @dataclass(frozen=True)

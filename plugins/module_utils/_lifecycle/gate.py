@@ -1,26 +1,34 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Speaks to the gate: HAProxy's admin socket, and the map file in which an engine's admission outlives the gate."""
+"""Speaks to the gate: HAProxy's master socket, and the map file in which an engine's admission outlives the gate.
+
+The master socket, not a worker's own: around a reload a worker's socket may still be the old worker's, which confirms a
+change that the new one never sees (34 of 60 tries on HAProxy 2.6).
+"""
 
 from __future__ import annotations
 
 import socket
 import typing as t
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import store
+from . import lease, store
 from .config import EngineConfig, GateConfig
+from .deadline import Deadline
 from .errors import LifecycleError, Surprise, UsageError
 from .http import Client
 
 ADMISSIONS = ("open", "withdrawn", "closed")
 COMMAND_TIMEOUT = 5.0
+# The master's name for the worker that takes new connections.
+CURRENT = "@1"
 
 
 class GateDown(LifecycleError):
-    """The gate's admin socket gave no answer."""
+    """The gate's master socket gave no answer."""
 
 
 @dataclass(frozen=True)
@@ -57,25 +65,28 @@ class Gate:
         :raises GateDown: no answer.
         :raises Surprise: an answer without this engine, or values that only we write and did not.
         """
-        values = self._parse_map(self._ask(f"show map {self.config.map}"))
+        values = self._map()
         admission = values.get("admission", "withdrawn")
         proved = values.get("proved", "0")
         if admission not in ADMISSIONS or proved not in ("0", "1"):
             raise Surprise(f"the gate's map {self.config.map} says admission={admission!r} proved={proved!r}")
-        rows = self._stat(self.config.stats_socket, "")
+        rows = self._stat(CURRENT)
         backend = rows.get("BACKEND")
-        servers = {name: row for name, row in rows.items() if name not in ("FRONTEND", "BACKEND")}
+        servers = {name: row for name, row in rows.items() if name != "BACKEND"}
         if backend is None or not servers:
             raise Surprise(
                 f"the gate has no backend {self.config.proxy} for engine '{self.engine}'",
                 next_step="run the role baremetal.vllm.vllm_gate again",
             )
-        sessions = _number(backend, "scur") + _number(backend, "qcur")
+        sessions = _sessions(backend)
+        for worker in self._older_workers():
+            older = self._stat(worker).get("BACKEND")
+            sessions += _sessions(older) if older else 0
         return GateState(
             admission=admission,
             proved=proved == "1",
             backend_up=any(row.get("status", "").startswith("UP") for row in servers.values()),
-            sessions=sessions + self._older_sessions(),
+            sessions=sessions,
             total=_number(backend, "stot"),
         )
 
@@ -85,16 +96,32 @@ class Gate:
         :raises GateDown: the file is written, the running gate could not be told.
         :raises Surprise: the gate was told and still says otherwise.
         """
-        self.record(key, value)
-        path = self.config.map
-        # "set" needs the key to be there; a map that an older file filled may lack it.
-        if self._ask(f"set map {path} {key} {value}").strip():
-            self._ask(f"add map {path} {key} {value}")
-        now = self._parse_map(self._ask(f"show map {path}")).get(key)
-        if now != value:
-            raise Surprise(f"the gate was told {key}={value} for engine '{self.engine}' and says {now!r}")
+        deadline = Deadline(COMMAND_TIMEOUT)
+        # A play writes admission while the unit's doors write proved: one at a time, so that neither is lost.
+        with lease.locked(f"gate-{self.engine}", deadline):
+            self._record(key, value)
+            while True:
+                try:
+                    self._set(CURRENT, key, value)
+                    now = self._map().get(key)
+                    break
+                except GateDown:
+                    if not deadline.rest():
+                        raise
+            if now != value:
+                raise Surprise(f"the gate was told {key}={value} for engine '{self.engine}' and says {now!r}")
+            # An older worker answers one more request on each connection that its client keeps.
+            for worker in self._older_workers():
+                with suppress(GateDown):  # it has ended meanwhile
+                    self._set(worker, key, value)
 
-    def record(self, key: str, value: str) -> None:
+    def _set(self, worker: str, key: str, value: str) -> None:
+        entry = f"map {self.config.map} {key} {value}"
+        # "set" wants the key to be there; a map that an older file filled may lack it.
+        if "not found" in self._ask(f"{worker} set {entry}"):
+            self._ask(f"{worker} add {entry}")
+
+    def _record(self, key: str, value: str) -> None:
         """The file alone: what the gate reads when it starts."""
         path = Path(self.config.map)
         try:
@@ -121,34 +148,35 @@ class Gate:
         finally:
             client.close()
 
-    def _older_sessions(self) -> int:
-        """Requests that a reload left with older workers, which the running worker's counters do not show."""
-        if not self.config.master_socket:
-            return 0
-        sessions = 0
+    def _older_workers(self) -> list[str]:
+        """Workers that a reload left to finish their streams, which the current worker's counters do not show."""
+        workers = []
         old = False
-        for line in self._ask("show proc", self.config.master_socket).splitlines():
+        for line in self._ask("show proc").splitlines():
             if line.startswith("#"):
                 old = line.strip("# ").startswith("old workers")
             elif old and line.split():
-                pid = line.split()[0]
-                try:
-                    row = self._stat(self.config.master_socket, f"@!{pid} ").get("BACKEND")
-                except GateDown:  # it finished between the two questions
-                    continue
-                if row is not None:
-                    sessions += _number(row, "scur") + _number(row, "qcur")
-        return sessions
+                workers.append(f"@!{line.split()[0]}")
+        return workers
 
-    def _stat(self, path: str, prefix: str) -> dict[str, dict[str, str]]:
-        lines = self._ask(f"{prefix}show stat", path).splitlines()
+    def _stat(self, worker: str) -> dict[str, dict[str, str]]:
+        """Rows of this engine's proxy by server name; nothing from an older worker that has ended meanwhile."""
+        try:
+            lines = self._ask(f"{worker} show stat").splitlines()
+        except GateDown:
+            if worker == CURRENT:
+                raise
+            return {}
         if not lines or not lines[0].startswith("# pxname,svname,"):
-            if prefix:
+            if worker != CURRENT:
                 return {}
-            raise Surprise(f"{path} answered 'show stat' with {lines[:1]!r}")
+            raise Surprise(f"{self.config.master_socket} answered 'show stat' with {lines[:1]!r}")
         header = lines[0].lstrip("# ").split(",")
         rows = (dict(zip(header, line.split(","))) for line in lines[1:] if line.startswith(f"{self.config.proxy},"))
         return {row["svname"]: row for row in rows if row["svname"] != "FRONTEND"}
+
+    def _map(self) -> dict[str, str]:
+        return self._parse_map(self._ask(f"{CURRENT} show map {self.config.map}"))
 
     def _parse_map(self, text: str) -> dict[str, str]:
         """Lines of ``show map``: an entry's address, its key, its value."""
@@ -164,14 +192,15 @@ class Gate:
                 )
         return values
 
-    def _ask(self, command: str, path: str = "") -> str:
-        """One command on an admin socket, and the whole answer."""
-        path = path or self.config.stats_socket
+    def _ask(self, command: str) -> str:
+        """One command on the master socket, and the whole answer."""
+        path = self.config.master_socket
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 connection.settimeout(COMMAND_TIMEOUT)
                 connection.connect(path)
                 connection.sendall(f"{command}\n".encode())
+                connection.shutdown(socket.SHUT_WR)  # the master keeps the connection open otherwise
                 chunks: list[bytes] = []
                 while True:
                     chunk = connection.recv(65536)
@@ -183,6 +212,10 @@ class Gate:
                 f"the gate of engine '{self.engine}' on host {socket.gethostname()} gives no answer on {path}: {exc}",
                 next_step="systemctl status vllm-gate.service; start it and run this again",
             ) from exc
+
+
+def _sessions(backend: t.Mapping[str, str]) -> int:
+    return _number(backend, "scur") + _number(backend, "qcur")
 
 
 def _number(row: t.Mapping[str, str], key: str) -> int:

@@ -35,7 +35,7 @@ DECLARED = {
     "served_model_name": "tiny",
     "gpus": [],
     "gate": {
-        "stats_socket": "/run/vllm-gate/admin.sock",
+        "master_socket": "/run/vllm-gate/master.sock",
         "map": "/var/lib/vllm/gate/chat.map",
         "proxy": "engine_chat",
         "address": "127.0.0.1",

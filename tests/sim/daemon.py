@@ -168,9 +168,9 @@ class Parent:
         stop: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, _frame: stop.append(number))
         signal.signal(signal.SIGINT, lambda number, _frame: stop.append(number))
+        (self.opts.state / "daemon.json").write_text(json.dumps({"pid": os.getpid(), "ranks": pids}))
         if self.opts.weight_cache_health_port is not None:
             health_server(self.opts, self.faults, self.healthy)
-        (self.opts.state / "daemon.json").write_text(json.dumps({"pid": os.getpid(), "ranks": pids}))
         ready = 0
         while not stop:
             time.sleep(0.01)

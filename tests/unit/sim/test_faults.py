@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import time
 
@@ -422,7 +423,8 @@ def test_a_killed_engine_leaves_shared_memory_files(tmp_path):
 
 
 def test_probes_and_tests_cover_the_table():
-    """Every switch of the engine has a probe above or a test of its own name here or in test_daemon, test_nvml."""
-    here = "".join(path.read_text() for path in HERE.parent.joinpath("unit", "sim").glob("test_*.py"))
-    assert [name for name in sorted(faults.NAMES) if f'"{name.removeprefix("nvml:")}' not in here] == ["nvml:slow"]
+    """Every switch has a probe above or a test by its name, here or beside."""
+    texts = "".join(path.read_text() for path in HERE.parent.joinpath("unit", "sim").glob("test_*.py"))
+    named = {name for name in faults.NAMES if re.search(f'"{name.removeprefix("nvml:")}["=]', texts)}
+    assert sorted(faults.NAMES - named) == []
     json.dumps([probe[:2] for probe in PROBES])  # arguments are what faults.json can hold

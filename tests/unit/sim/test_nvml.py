@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -116,6 +117,14 @@ def test_faults_that_are_wrong_numbers(tmp_path):
             gpu.ledger.fault(fault, None)
         gpu.ledger.fault("reverse_order")
         assert [one["uuid"] for one in read(gpu)["gpus"]] == gpu.uuids[::-1]
+
+
+def test_slow_calls(tmp_path):
+    with sim_gpu(tmp_path) as gpu:
+        gpu.ledger.fault("slow", 100)
+        begin = time.monotonic()
+        assert "error" not in read(gpu)
+        assert time.monotonic() - begin > 1
 
 
 def test_without_a_ledger_there_is_no_driver(tmp_path):

@@ -92,11 +92,27 @@ def vllm_status_rows(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) ->
     return [line.rstrip() for line in lines]
 
 
+def vllm_abandoned(engines: t.Mapping[str, t.Any]) -> list[dict[str, t.Any]]:
+    """The engines of vllm_info that are out of service, and that no valid lease holds there."""
+    return [
+        {
+            "engine": name,
+            "state": engine["state"],
+            "reasons": engine["reasons"],
+            "lease": f"{lease['owner']}: {lease['reason']} (expired)" if lease else "none",
+        }
+        for name, engine in sorted(engines.items())
+        for lease in [engine["lease"]]
+        if (lease["expired"] if lease else engine["state"] != "serving")
+    ]
+
+
 class FilterModule:
     """Registers the filters."""
 
     def filters(self) -> dict[str, t.Callable[..., t.Any]]:
         return {
+            "vllm_abandoned": vllm_abandoned,
             "vllm_gates": vllm_gates,
             "vllm_roll_rows": vllm_roll_rows,
             "vllm_status_rows": vllm_status_rows,

@@ -45,7 +45,7 @@ def fail(module: AnsibleModule, error: LifecycleError, **result: t.Any) -> t.NoR
     keys = {**result, **error.details, "next_step": error.next_step}
     if isinstance(error, MissingLibrary):
         reason = "baremetal.vllm talks to engines with it"
-        keys["exception"] = error.import_error
+        keys["import_error"] = error.import_error
         module.fail_json(msg=f"{missing_required_lib(error.library, reason=reason)} {error.text}", **keys)
     module.fail_json(msg=error.text, **keys)
 

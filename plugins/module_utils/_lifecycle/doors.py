@@ -64,6 +64,8 @@ def preflight(config: EngineConfig, report: Report) -> None:
     :raises UsageError: names the file, the user or the process in the way.
     """
     _unprove(config, report)
+    # The process that starts now reads this configuration, whatever the files say when it is ready.
+    lease.record(config.engine, "preflight.json", {"config_digest": config.config_digest})
     here = socket.gethostname()
     if not Path("/run/systemd/system").is_dir():
         raise UsageError(
@@ -192,7 +194,7 @@ def ready(config: EngineConfig, report: Report, main_pid: int) -> None:
             "main_pid": main_pid,
             "boot_s": round(boot, 3),
             "warm_s": round(warm, 3),
-            "config_digest": config.config_digest,
+            "config_digest": (lease.last_preflight(config.engine) or {}).get("config_digest"),
             "pids": Unit(config.unit).show().pids,
             "runtime_version": config.runtime_version,
         },

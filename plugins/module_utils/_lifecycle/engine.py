@@ -250,5 +250,7 @@ def api_key(config: EngineConfig) -> str:
     for line in lines:
         name, value = line.strip().partition("=")[::2]
         if name == "VLLM_API_KEY":
-            return value.strip("\"'")
+            if value.startswith('"') and value.endswith('"'):
+                return re.sub(r'\\(["\\`$])', r"\1", value[1:-1])  # as systemd reads an EnvironmentFile
+            return value.strip("'")
     return ""

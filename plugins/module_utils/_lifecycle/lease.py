@@ -128,6 +128,11 @@ def last_start(engine: str) -> dict[str, t.Any] | None:
     return store.read_json(store.state_dir(engine) / "ready.json")
 
 
+def last_preflight(engine: str) -> dict[str, t.Any] | None:
+    """The digest of the configuration that the last started process has read."""
+    return store.read_json(store.state_dir(engine) / "preflight.json")
+
+
 def last_transition(engine: str) -> dict[str, t.Any] | None:
     return store.read_json(store.state_dir(engine) / "last_transition.json")
 
@@ -171,7 +176,7 @@ def write_sleep_record(engine: str, value: SleepRecord | None) -> None:
 
 
 def record(engine: str, file: str, value: dict[str, t.Any]) -> None:
-    """Write ready.json or last_transition.json."""
+    """Write one of the state files."""
     store.write_json(store.state_dir(engine) / file, {"schema": 1, "at": round(time.time(), 3), **value})
 
 

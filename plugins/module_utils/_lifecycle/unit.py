@@ -115,8 +115,7 @@ class Unit:
         :raises LifecycleError: the start failed; carries the end of the journal.
         :raises DeadlineExceeded: still starting at the deadline.
         """
-        if self.show().active_state == "failed":
-            self._queue("reset-failed")
+        self._queue("reset-failed")  # a start that was asked for does not count against the limit of automatic ones
         restarts = self.show().n_restarts
         self._queue("start", "--no-block")
         while True:

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Replay what was recorded of a real engine (transcripts/) against the simulator, and compare.
 
     python tests/sim/conformance.py [--speed 60] [--fault NAME[=ARG]]   a fault must make it differ

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """A simulated `vllm preload`: a parent with a health port, and one process that holds the weights for each GPU.
 
     python tests/sim/daemon.py --state DIR --ledger FILE --weight-cache-socket-dir DIR --weight-cache-health-port N …

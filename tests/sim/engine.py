@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """A simulated vLLM engine on a Unix socket. It stands where `vllm serve` stands: same options, endpoints, signals,
 exit codes and processes, as far as they were measured or read; ../sim/README.md says how to use it.
 

@@ -408,13 +408,11 @@ class SimSystemd:
     def __init__(self, folder: Path) -> None:
         self.units = folder / "units"
         self.units.mkdir()
-        commands = folder / "bin"
-        commands.mkdir()
-        for name in ("systemctl", "journalctl"):  # this interpreter rather than the first on PATH: it starts faster
-            text = f"import sys; sys.path.insert(0, {str(HERE.parent)!r}); from sim import systemd; systemd.{name}()"
-            (commands / name).write_text(f"#!{sys.executable} -IS\n{text}\n")
-            (commands / name).chmod(0o755)
-        self.env = {"SIM_UNITS": str(self.units), "PATH": f"{commands}:{os.environ['PATH']}"}
+        self.env = {
+            "SIM_UNITS": str(self.units),
+            "SIM_PYTHON": sys.executable,
+            "PATH": f"{HERE / 'bin'}:{os.environ['PATH']}",
+        }
 
     @property
     def cgroup_root(self) -> Path:
@@ -434,8 +432,18 @@ class SimSystemd:
 
     def ctl(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            ["systemctl", *words], env={**os.environ, **self.env}, capture_output=True, text=True, check=False
+            [str(HERE / "bin" / "systemctl"), *words],
+            env={**os.environ, **self.env},
+            capture_output=True,
+            text=True,
+            check=False,
         )
+
+    def journal(self, name: str, lines: int = 1000) -> str:
+        argv = [str(HERE / "bin" / "journalctl"), "-u", name, "-n", str(lines), "-o", "cat", "--no-pager"]
+        return subprocess.run(
+            argv, env={**os.environ, **self.env}, capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     def show(self, name: str) -> dict[str, str]:
         lines = self.ctl("show", name).stdout.splitlines()

@@ -363,9 +363,7 @@ class Usage(Exception):
 
 def spawn(unit: Unit) -> None:
     unit.run.mkdir(parents=True, exist_ok=True)
-    code = "import sys; sys.path.insert(0, sys.argv[1]); from sim import systemd; systemd.supervise(sys.argv[2:])"
-    tests = str(Path(__file__).resolve().parent.parent)
-    argv = [sys.executable, "-I", "-S", "-c", code, tests, str(unit.root), unit.name]
+    argv = [sys.executable, "-I", "-S", __file__, "supervise", str(unit.root), unit.name]
     unit.update(ActiveState="activating", SubState="start-pre", Job=1, Result="success", NRestarts=0)
     with open(unit.run / "journal", "ab") as journal:
         process = subprocess.Popen(
@@ -374,8 +372,9 @@ def spawn(unit: Unit) -> None:
     (unit.run / "supervisor").write_text(str(process.pid))
 
 
-def supervise(argv: list[str]) -> None:
+def supervise(argv: list[str]) -> int:
     Supervisor(Unit(Path(argv[0]), argv[1])).run()
+    return 0
 
 
 def start(unit: Unit, block: bool) -> int:
@@ -527,17 +526,23 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def systemctl() -> None:
+def systemctl(argv: list[str]) -> int:
     try:
-        sys.exit(run(sys.argv[1:]))
+        return run(argv)
     except Usage as failed:
         print(failed.args[1], file=sys.stderr)
-        sys.exit(failed.args[0])
+        return int(failed.args[0])
 
 
-def journalctl() -> None:
-    _words, flags, _properties = parse(sys.argv[1:])
+def journalctl(argv: list[str]) -> int:
+    _words, flags, _properties = parse(argv)
     unit = Unit(Path(os.environ["SIM_UNITS"]), flags["unit"])
     journal = unit.run / "journal"
     lines = journal.read_text(errors="replace").splitlines() if journal.exists() else []
     print("\n".join(lines[-int(flags.get("lines", "1000000")) :]))
+    return 0
+
+
+if __name__ == "__main__":
+    verbs = {"systemctl": systemctl, "journalctl": journalctl, "supervise": supervise}
+    sys.exit(verbs[sys.argv[1]](sys.argv[2:]))

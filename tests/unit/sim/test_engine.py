@@ -296,8 +296,8 @@ def test_two_calls_at_once_are_both_served(tmp_path):
 def test_vllm_serve_with_a_configuration_file(tmp_path):
     config = tmp_path / "chat.yaml"
     config.write_text(f"model: /models/chat\nserved-model-name: chat\nuds: {tmp_path}/e.sock\nmax-num-seqs: 7\n")
-    argv = [sys.executable, str(HERE / "bin" / "vllm"), "serve", "--config", str(config)]
-    env = {**os.environ, "SIM_ARGS": f"--version 0.32.0 --state {tmp_path}"}
+    argv = [str(HERE / "bin" / "vllm"), "serve", "--config", str(config)]
+    env = {**os.environ, "SIM_PYTHON": sys.executable, "SIM_ARGS": f"--version 0.32.0 --state {tmp_path}"}
     client = SimEngine(tmp_path, tmp_path / "e.sock", [], {})  # asks only: this one was started elsewhere
     with subprocess.Popen(argv, env=env) as process:
         until(client.answers)
@@ -305,3 +305,10 @@ def test_vllm_serve_with_a_configuration_file(tmp_path):
         assert client.request("GET", "/v1/models").json["data"][0]["id"] == "chat"
         process.terminate()
         assert process.wait(10) == 0
+
+
+def test_the_simulated_command_says_its_version_and_what_it_does_not_know():
+    command = str(HERE / "bin" / "vllm")
+    env = {**os.environ, "SIM_VERSION": "0.32.0"}
+    assert subprocess.run([command, "--version"], env=env, stdout=subprocess.PIPE, check=True).stdout == b"0.32.0\n"
+    assert subprocess.run([command, "snapshot"], stderr=subprocess.PIPE, check=False).returncode == 2

@@ -129,3 +129,10 @@ def test_lists_units_and_kills(systemd):
     systemd.ctl("kill", "--signal=SIGKILL", "--kill-whom=main", UNIT)
     until(lambda: systemd.show(UNIT)["ActiveState"] == "failed")
     assert systemd.show(UNIT)["ExecMainStatus"] == "9"
+
+
+def test_the_journal_is_what_the_commands_printed(systemd):
+    systemd.add(UNIT, ExecStartPre="echo first", ExecStart="sh -c 'echo last; exec sleep 1000'")
+    systemd.ctl("start", UNIT)
+    until(lambda: "last" in systemd.journal(UNIT))
+    assert systemd.journal(UNIT, lines=1) == "last"

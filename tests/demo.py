@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 """Rolls a fleet of three engines with real vLLM under streaming clients, first by our playbook, then by a naive one.
@@ -120,8 +119,8 @@ class Demo:
         self.lab("down")
 
     def engine_version(self) -> str:
-        curl = "curl -s --max-time 10 --unix-socket /run/vllm/chat/engine.sock http://engine/version"
-        return f"vllm {json.loads(self.lab('ssh', 'e1', curl))['version']}"
+        ask = "import importlib.metadata as m; print(m.version('vllm'))"
+        return f"vllm {self.lab('ssh', 'e1', '/opt/vllm/engines/chat/bin/python', '-c', ask)}"
 
     def under_load(self, name: str, change: t.Callable[[], float]) -> tuple[dict[str, t.Any], float]:
         """Makes a change while the streams run; returns the load's report and the time that the change took."""
@@ -236,7 +235,7 @@ def main() -> int:
     options = parser.parse_args()
     if os.geteuid() != 0:
         sys.exit("demo: needs root, for namespaces, mounts and a bridge; run: sudo make demo")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("demo: terminated"))
+    signal.signal(signal.SIGTERM, lambda *_unused: sys.exit("demo: terminated"))
     LOGS.mkdir(parents=True, exist_ok=True)
     demo = Demo(options)
     try:

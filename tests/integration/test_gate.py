@@ -94,7 +94,7 @@ def wait_for(look, seconds: float = 5.0):
 
 def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(socket.socket()) for _ in range(count)]
+        held = [stack.enter_context(socket.socket()) for _unused in range(count)]
         for one in held:
             one.bind(("127.0.0.1", 0))
         return [one.getsockname()[1] for one in held]
@@ -179,7 +179,7 @@ class Engine:
         if path == "/v1/stream":
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         for number in range(wish["chunks"]):
-            done, _ = await asyncio.wait({left}, timeout=wish["gap"])
+            done, _unused = await asyncio.wait({left}, timeout=wish["gap"])
             if done:
                 self.aborted += 1
                 raise ConnectionError
@@ -224,7 +224,7 @@ class HAProxy:
 
     def workers(self, old: bool = False) -> list[int]:
         try:
-            now, _, before = self.ask("show proc").partition("# old workers")
+            now, _unused, before = self.ask("show proc").partition("# old workers")
         except OSError:
             return []
         return [int(pid) for pid in re.findall(r"(?m)^(\d+)\s+worker", before if old else now)]
@@ -488,7 +488,7 @@ def test_closed_refuses_and_withdrawn_does_not(engine, gate, ports):
 
 def test_without_an_engine_the_answer_says_so_and_when_to_come_back(engine, gate, ports):
     engine.stop()
-    for _ in range(2):  # before and after the gate has noticed
+    for _unused in range(2):  # before and after the gate has noticed
         answer = request(ports["one"], "/v1/models")
         assert (answer.status, answer.headers["Retry-After"]) == (503, "5")
         assert "chat is not running" in answer.json()["error"]["message"]
@@ -588,7 +588,7 @@ def test_the_router_follows_ready(fleet, engines, ports):
     began = time.monotonic()
     wait_for(lambda: router.stat("pool_engines", "one")["status"] == "DOWN")
     assert time.monotonic() - began < DETECTION
-    for _ in range(10):
+    for _unused in range(10):
         assert request(ports["router"], "/v1/models").json()["engine"] == "two"
     assert engines["one"].calls == []
     gates["two"].set(admission="withdrawn")
@@ -608,18 +608,18 @@ def test_a_kept_connection_does_not_follow_a_withdrawn_engine_and_its_stream_goe
     stream = Stream(ports["router"], chunks=30, gap=0.1)
     busy, idle = ("one", "two") if engines["one"].running else ("two", "one")
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", ports["router"], timeout=10)) as kept:
-        for _ in range(4):  # leastconn: the other engine, which is now what this connection was used for
+        for _unused in range(4):  # leastconn: the other engine, which is now what this connection was used for
             assert request(0, "/v1/models", connection=kept).json()["engine"] == idle
         gates[idle].set(admission="withdrawn")
         wait_for(lambda: router.stat("pool_engines", idle)["status"] == "DOWN")
-        for _ in range(4):
+        for _unused in range(4):
             assert request(0, "/v1/models", connection=kept).json()["engine"] == busy
         gates[idle].set(admission="open")
         wait_for(lambda: router.stat("pool_engines", idle)["status"] == "UP")
         gates[busy].set(admission="withdrawn")
         wait_for(lambda: router.stat("pool_engines", busy)["status"] == "DOWN")
         before = len(engines[busy].calls)
-        for _ in range(4):
+        for _unused in range(4):
             assert request(0, "/v1/models", connection=kept).json()["engine"] == idle
         assert engines[busy].running == 1
         assert len(engines[busy].calls) == before
@@ -630,7 +630,7 @@ def test_a_kept_connection_does_not_follow_a_withdrawn_engine_and_its_stream_goe
 def test_what_a_closed_gate_refuses_goes_to_another_engine(fleet, engines, ports, size):
     router, gates = fleet
     gates["one"].set(admission="closed")
-    answers = [request(ports["router"], "/v1/completions", {"prompt": "x" * size}) for _ in range(6)]
+    answers = [request(ports["router"], "/v1/completions", {"prompt": "x" * size}) for _unused in range(6)]
     assert router.stat("pool_engines", "one")["status"] == "UP"  # the router had not noticed yet
     assert int(router.stat("pool_engines", "one")["wredis"]) > 0
     assert [(answer.status, answer.json()["engine"]) for answer in answers] == [(200, "two")] * 6
@@ -638,10 +638,10 @@ def test_what_a_closed_gate_refuses_goes_to_another_engine(fleet, engines, ports
 
 
 def test_what_a_vanished_gate_refuses_goes_to_another_engine(fleet, engines, ports):
-    _, gates = fleet
+    _unused, gates = fleet
     gates["one"].stop()
     began = time.monotonic()
-    assert {request(ports["router"], "/v1/models").json()["engine"] for _ in range(6)} == {"two"}
+    assert {request(ports["router"], "/v1/models").json()["engine"] for _unused in range(6)} == {"two"}
     assert time.monotonic() - began < 1
 
 

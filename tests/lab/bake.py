@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Makes the layer that has control environment, vLLM runtime and HAProxy installed, if need be; prints its name.
 
-    tests/lab/lab up --layer "$(tests/lab/bake.py)"
+    tests/lab/lab up --layer "$(python3 tests/lab/bake.py)"
 
 The name holds a hash of all that goes into the layer, so a change of roles or wheel lists makes another one. On hosts
 that start on it, site.yml finds these parts installed, and installs what differs.
@@ -24,8 +23,11 @@ VERSION = "0.32.0"
 LAB = "bake"
 SUBNET = "10.76.0.0/24"
 PARTS = (
-    "roles/vllm_host",
-    "roles/vllm_runtime",
+    *(
+        f"roles/{role}/{part}"
+        for role in ("vllm_host", "vllm_runtime")
+        for part in ("defaults", "files", "tasks", "vars")
+    ),
     "tests/lab/bake.yml",
     "tests/lab/inventory/group_vars/all.yml",
     "tests/lab/wheels",

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Makes a tiny model that real vLLM serves on a CPU: random weights in the shape of Qwen3, and a tokenizer.
 
 Usage: make_model.py DIRECTORY [SEED]
@@ -106,7 +105,7 @@ def values(name: str, shape: tuple[int, ...], source: random.Random) -> bytes:
     if len(shape) == 1:  # norms
         return struct.pack("<H", 0x3F80) * shape[0]
     rows, columns = shape
-    floats = [source.gauss(0.0, 0.02) for _ in range(rows * columns)]
+    floats = [source.gauss(0.0, 0.02) for _unused in range(rows * columns)]
     if name == "lm_head.weight":
         # Neither the end nor a byte that is no letter is ever the most likely token: a client gets all, as text.
         for row in (0, *(1 + byte for byte in range(256) if not 0x20 <= byte < 0x7F)):

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 """Streaming clients for a vLLM fleet. Each client has one request in flight at any moment, and each request is judged.
@@ -54,9 +53,9 @@ def parse_mix(text: str) -> list[Length]:
     mix = []
     for part in text.split(","):
         try:
-            name, _, rest = part.partition("=")
-            lengths, _, weight = rest.partition(":")
-            low, _, high = lengths.partition("-")
+            name, _unused, rest = part.partition("=")
+            lengths, _unused, weight = rest.partition(":")
+            low, _unused, high = lengths.partition("-")
             length = Length(name.strip(), int(low), int(high or low), int(weight or 1))
         except ValueError:
             raise argparse.ArgumentTypeError(f"'{part}' is not NAME=MIN-MAX:WEIGHT") from None
@@ -200,7 +199,7 @@ class Load:
         tokens = sum(result.seen.tokens for result in results)
         # In flight is measured from the first request of the last client to the moment that asked for the end.
         spans = [(result.started, result.ended) for result in results]
-        begin = max((start for start, _ in spans[: self.options.streams]), default=self.started)
+        begin = max((start for start, _unused in spans[: self.options.streams]), default=self.started)
         return {
             "schema": "baremetal.vllm/load",
             "version": 1,

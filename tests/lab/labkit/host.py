@@ -173,6 +173,6 @@ class Host:
         for secret in (tree / "etc/ssh").glob("ssh_host_*"):
             secret.unlink()
         for name in UNIQUE_TREES:
-            for directory, _, names in os.walk(tree / name):
+            for directory, _unused, names in os.walk(tree / name):
                 for file in names:
                     (Path(directory) / file).unlink()

@@ -46,7 +46,7 @@ class Lab:
 
     def address(self, host: str) -> ipaddress.IPv4Interface:
         kind, number = split(host)
-        first, _ = KINDS[kind]
+        first, _unused = KINDS[kind]
         return ipaddress.IPv4Interface((int(self.subnet.network_address) + first + number - 1, self.subnet.prefixlen))
 
     def machine(self, host: str) -> str:

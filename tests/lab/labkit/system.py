@@ -86,7 +86,7 @@ def make_cgroup(path: Path) -> None:
 
 def cgroup_pids(path: Path) -> list[int]:
     pids = []
-    for directory, _, _ in os.walk(path):
+    for directory, _unused, _unused in os.walk(path):
         with contextlib.suppress(OSError):
             pids += map(int, (Path(directory) / "cgroup.procs").read_text().split())
     return pids
@@ -99,7 +99,7 @@ def kill_cgroup(path: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         (path / "cgroup.kill").write_text("1")
     until(lambda: "populated 0" in (path / "cgroup.events").read_text(), 20, f"processes in {path} do not end")
-    for directory, _, _ in os.walk(path, topdown=False):
+    for directory, _unused, _unused in os.walk(path, topdown=False):
         os.rmdir(directory)
 
 

@@ -12,7 +12,7 @@ IN_VENV := PATH="$(VENV):$$PATH"
 MOLECULE := molecule test --scenario-name rolling
 SHELL_SCRIPTS = $(shell git ls-files --cached --others --exclude-standard | xargs -r grep --files-with-matches --no-messages --max-count=1 --extended-regexp '^\#!(/usr)?/bin/(env )?(ba)?sh')
 
-.PHONY: help deps lint sanity unit integration molecule test demo lock clean
+.PHONY: help deps lint sanity unit sim-conformance integration molecule test demo lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -41,14 +41,17 @@ unit: deps ## unit tests, current and 2.16
 	@echo "== unit tests, .venv"; $(VENV)/python -m pytest tests/unit
 	@echo "== unit tests, .venv-2.16"; $(FLOOR)/python -m pytest tests/unit
 
+sim-conformance: deps ## replay what real engines answered against the simulator
+	@echo "== sim-conformance"; $(VENV)/python tests/sim/conformance.py
+
 integration: deps ## tests against real parts
 	@echo "== integration tests"; $(IN_VENV) python -m pytest tests/integration
 
 molecule: deps ## the rolling scenario on the lab
 	@echo "== molecule"; $(IN_VENV) $(MOLECULE)
 
-test: lint sanity unit integration molecule ## all of the above
-	@echo "make test: lint, sanity, unit, integration and molecule passed"
+test: lint sanity unit sim-conformance integration molecule ## all of the above
+	@echo "make test: lint, sanity, unit, sim-conformance, integration and molecule passed"
 
 demo: deps ## roll a fleet of three engines under load, ours against naive
 	@$(IN_VENV) python tests/demo.py

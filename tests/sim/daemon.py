@@ -70,7 +70,7 @@ class Rank:
         os.write(ready, b"1")
         log(f"Weight cache target daemon rank 0 serving on {self.path}")
         while True:
-            conn, _ = server.accept()
+            conn, _unused = server.accept()
             with contextlib.suppress(OSError, ValueError):
                 self.serve(conn)
 

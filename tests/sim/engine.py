@@ -67,7 +67,7 @@ class Engine:
         sock = socket.socket(socket.AF_UNIX)
         sock.bind(str(self.opts.uds))  # a left-over file is an error here as there; bound and not listening: refused
         signal.signal(signal.SIGTERM, self.stop_in_start)
-        self.pids = [fork_core("VLLM::EngineCor", sock) for _ in range(self.opts.data_parallel_size)]
+        self.pids = [fork_core("VLLM::EngineCor", sock) for _unused in range(self.opts.data_parallel_size)]
         self.start_faults()
         time.sleep(self.opts.start_delay)
         for index, pid in enumerate(self.pids):

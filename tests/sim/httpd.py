@@ -77,7 +77,9 @@ class Server:
         head = await reader.readuntil(b"\r\n\r\n")
         first, *lines = head.decode("latin-1").split("\r\n")
         method, target, _version = first.split(" ", 2)
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
+        headers = {
+            name.lower(): value.strip() for name, _unused, value in (line.partition(":") for line in lines if line)
+        }
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         gone = asyncio.Event()
         watch = asyncio.ensure_future(self.watch(reader, gone))
@@ -118,7 +120,7 @@ class Server:
     async def send(self, request: Request, reply: Response, writer: asyncio.StreamWriter) -> bool:
         slow = self.faults.get("http_slow")
         if slow is not None:
-            path, _, seconds = str(slow).rpartition(":")
+            path, _unused, seconds = str(slow).rpartition(":")
             if path in ("", request.path):
                 await asyncio.sleep(float(seconds) if slow is not True else 1)
         name = next((name for name in FAULTS_AFTER if self.faults.on_path(name, request.path)), None)

@@ -73,7 +73,7 @@ class Unit:
         self.root = root
         self.name = name if "." in name else f"{name}.service"
         self.run = root / "run" / self.name
-        prefix, _, rest = self.name.partition("@")
+        prefix, _unused, rest = self.name.partition("@")
         self.instance = rest.rpartition(".")[0]
         template = root / f"{prefix}@.service.json"
         own = root / f"{self.name}.json"

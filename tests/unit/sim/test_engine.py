@@ -284,7 +284,7 @@ def test_two_calls_at_once_are_both_served(tmp_path):
         seen = []
         threads = [
             threading.Thread(target=lambda: seen.append(engine.request("POST", "/sleep?level=1").status))
-            for _ in range(2)
+            for _unused in range(2)
         ]
         for thread in threads:
             thread.start()

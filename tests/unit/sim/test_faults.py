@@ -328,7 +328,7 @@ def test_one_rank_stays_awake(tmp_path):
 def test_a_fault_wears_off(tmp_path):
     with sim_engine(tmp_path) as engine:
         engine.set_fault("http_500", "/is_paused", times=2)
-        statuses = [engine.request("GET", "/is_paused").status for _ in range(4)]
+        statuses = [engine.request("GET", "/is_paused").status for _unused in range(4)]
         assert statuses == [500, 500, 200, 200]
         engine.set_fault("http_500", "/is_paused")
         assert engine.request("GET", "/is_paused").status == 500

@@ -15,7 +15,7 @@ SHELL_SCRIPTS = $(shell git ls-files --cached --others --exclude-standard | xarg
 .PHONY: help deps lint sanity unit sim-conformance integration molecule test demo lock clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 deps: ## Debian packages, .venv and .venv-2.16; nothing to do takes a second
 	@$(PYTHON) tools/deps.py

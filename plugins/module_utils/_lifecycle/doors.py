@@ -16,7 +16,7 @@ import time
 import typing as t
 from pathlib import Path
 
-from . import gpu, lease, process
+from . import gpu, lease, process, store
 from .config import EngineConfig
 from .deadline import Deadline
 from .engine import Engine
@@ -67,7 +67,7 @@ def preflight(config: EngineConfig, report: Report) -> None:
     # The process that starts now reads this configuration, whatever the files say when it is ready.
     lease.record(config.engine, "preflight.json", {"config_digest": config.config_digest})
     here = socket.gethostname()
-    if not Path("/run/systemd/system").is_dir():
+    if not (store.root() / "run/systemd/system").is_dir():
         raise UsageError(
             f"host {here} was not booted with systemd", next_step="use a host that was booted with systemd"
         )

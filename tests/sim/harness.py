@@ -27,6 +27,7 @@ from pathlib import Path
 
 from . import faults
 from .ledger import H200_MIB, Gpu, Ledger
+from .systemd import Unit
 
 HERE = Path(__file__).resolve().parent
 BUILD = HERE.parent.parent / "build" / "sim"
@@ -451,15 +452,14 @@ class SimSystemd:
 
     def procs(self, name: str) -> list[int]:
         path = self.cgroup_root / "system.slice" / name / "cgroup.procs"
-        return [int(line) for line in path.read_text().split()]
+        return [int(line) for line in path.read_text().split()] if path.exists() else []
 
     def cleanup(self) -> None:
         for path in (self.units / "run").glob("*/supervisor"):
-            pid = int(path.read_text())
-            procs = self.cgroup_root / "system.slice" / path.parent.name / "cgroup.procs"
-            for number in [pid, *(int(line) for line in procs.read_text().split() if procs.exists())]:
+            # 0 when it has ended: its number may be another process's by now
+            if supervisor := Unit(self.units, path.parent.name).supervisor():
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(number, signal.SIGKILL)
+                    os.killpg(supervisor, signal.SIGKILL)  # its own session, with all that it started
 
 
 @contextlib.contextmanager

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 import pytest
-from fleet import Fleet
+
+from ansible_collections.baremetal.vllm.tests.rolling.fleet import Fleet
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,8 @@ import time
 
 import httpx
 import pytest
-from fleet import Stream
+
+from ansible_collections.baremetal.vllm.tests.rolling.fleet import Stream
 
 LONG = 1500  # tokens; some seconds of generation
 

@@ -485,6 +485,8 @@ def parse(argv: list[str]) -> tuple[list[str], dict[str, str], list[str]]:
             name, equals, value = f"--{short[word]}", "=", rest.pop(0)
         elif word[:2] in short and word[2:] and word[1] != "-":
             name, equals, value = f"--{short[word[:2]]}", "=", word[2:]
+        if name[2:] in short.values() and not equals:
+            equals, value = "=", rest.pop(0)
         if not name.startswith("-"):
             words.append(word)
         elif name == "--property":

@@ -55,6 +55,8 @@ def test_show_prints_what_was_asked_for(systemd):
     systemd.add(UNIT, ExecStart="sleep 1000", MemoryMax="1073741824")
     answer = systemd.ctl("show", "-p", "ActiveState,MemoryMax", "--property=Job", UNIT)
     assert sorted(answer.stdout.split()) == ["ActiveState=inactive", "Job=", "MemoryMax=1073741824"]
+    apart = systemd.ctl("show", "--property", "ActiveState,MemoryMax,Job", "--", UNIT)
+    assert apart.stdout == answer.stdout
     assert systemd.ctl("show", "--value", "-p", "LoadState", "no-such.service").stdout.strip() == "not-found"
     assert systemd.ctl("start", "no-such.service").returncode == 5
 

@@ -25,7 +25,7 @@ LOGS = BUILD / "demo"
 LAB = ROOT / "tests" / "lab" / "lab"
 HOSTS = 3
 MODEL = "tiny"
-MIX = "short=16-64:3,long=256-512:1"
+MIX = "short=8-40:5,long=200-400:1"
 MIN_REQUESTS = 200
 MAX_OVERHEAD_S = 3.0
 HEARTBEAT_S = 15

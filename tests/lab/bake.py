@@ -29,6 +29,7 @@ PARTS = (
         for part in ("defaults", "files", "tasks", "vars")
     ),
     "tests/lab/bake.yml",
+    "tests/lab/pace.py",
     "tests/lab/share.sh",
     "tests/lab/inventory/group_vars/all.yml",
     "tests/lab/wheels",

@@ -30,7 +30,6 @@ PARTS = (
     ),
     "tests/lab/bake.yml",
     "tests/lab/pace.py",
-    "tests/lab/share.sh",
     "tests/lab/inventory/group_vars/all.yml",
     "tests/lab/wheels",
 )

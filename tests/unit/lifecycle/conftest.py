@@ -1,0 +1,60 @@
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""A host with engines that serve, for each test that asks for one."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from ansible_collections.baremetal.vllm.tests.unit.lifecycle import world as worlds
+
+
+@pytest.fixture
+def world(monkeypatch, run_module):
+    """`world(gate=True, gpus=1, fault=["sleep_noop"])` is a host whose engine ``chat`` serves.
+
+    ``declared`` changes the engine's declaration, ``unit`` its unit; other keywords are options of `vllm serve`.
+    """
+    built = []
+
+    def build(
+        *,
+        gate=False,
+        gpus=0,
+        engines=("chat",),
+        total=143771,
+        version="0.33.0",
+        doors=False,
+        dev_mode=True,
+        fault=(),
+        declared=None,
+        unit=None,
+        start=True,
+        **options,
+    ):
+        root = Path(tempfile.mkdtemp(prefix="w", dir="/tmp"))  # short: a socket's path has 107 characters at most
+        host = worlds.World(root, gate, gpus, tuple(engines), total)
+        built.append(host)
+        host.run_module = run_module
+        worlds.use(monkeypatch, host)
+        for engine in host.engines.values():
+            host.declare(
+                engine,
+                version=version,
+                doors=doors,
+                dev_mode=dev_mode,
+                fault=list(fault),
+                declared=declared or {},
+                unit=unit or {},
+                **options,
+            )
+        if start:
+            host.start()
+        return host
+
+    yield build
+    for host in built:
+        host.close()

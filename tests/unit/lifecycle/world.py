@@ -1,0 +1,420 @@
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""A host in a directory: simulated engines under a simulated systemd, real pynvml on simulated GPUs, a real HAProxy.
+
+Tests read it by its own means (the simulator's truth, the ledger, the gate's port, files), never by the product's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import getpass
+import grp
+import hashlib
+import http.client
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jinja2
+import pynvml
+import yaml
+
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import cli, config, observe, store, transition
+from ansible_collections.baremetal.vllm.plugins.modules import vllm_info
+from ansible_collections.baremetal.vllm.tests.sim import model, weightcache
+from ansible_collections.baremetal.vllm.tests.sim.harness import (
+    HERE,
+    SimDaemon,
+    SimEngine,
+    SimGpu,
+    SimSystemd,
+    command_line,
+    nvml_library,
+)
+
+GATE_ROLE = HERE.parents[1] / "roles/vllm_gate"
+HAPROXY = shutil.which("haproxy", path=os.environ["PATH"] + ":/usr/sbin")
+OWNER = "tests"
+# Where only the record of a proved start matters: `vllm-lifecycle ready` without its proof, in a twentieth of the time.
+QUICK_READY = """
+import json, os, socket, sys, time
+record, sock = sys.argv[1:]
+pid = int(os.environ["MAINPID"])
+while True:
+    time.sleep(0.01)
+    os.kill(pid, 0)
+    with socket.socket(socket.AF_UNIX) as client:
+        try:
+            client.connect(sock)
+            client.sendall(b"GET /version HTTP/1.1\\r\\nx-sim: quiet\\r\\n\\r\\n")
+            if client.recv(1):
+                break
+        except OSError:
+            pass
+os.makedirs(os.path.dirname(record), exist_ok=True)
+with open(record, "w") as stream:
+    json.dump({"schema": 1, "main_pid": pid, "boot_s": 0, "warm_s": 0, "config_digest": "0", "pids": []}, stream)
+"""
+
+
+def wait_for(look, what: str, seconds: float = 60.0):
+    """The first true value of look()."""
+    end = time.monotonic() + seconds
+    while not (value := look()):
+        assert time.monotonic() < end, f"waited {seconds} s in vain: {what}"
+        time.sleep(0.02)
+    return value
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+class Gate:
+    """The gate as its role writes it."""
+
+    def __init__(self, root: Path, ports: dict[str, int]) -> None:
+        self.root = root
+        self.ports = ports
+        self.maps = root / "var/lib/vllm/gate"
+        self.master = root / "run/vllm-gate/master.sock"
+        self.maps.mkdir(parents=True)
+        self.master.parent.mkdir(parents=True)
+        self.file = root / "haproxy.cfg"
+        self.file.write_text(self._render())
+        for name in ports:
+            self.admit(name)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def _render(self) -> str:
+        settings = yaml.safe_load((GATE_ROLE / "defaults/main.yml").read_text())
+        settings.update(
+            vllm_gate_engines=[{"name": name, "port": port} for name, port in self.ports.items()],
+            vllm_gate_address="127.0.0.1",
+            vllm_gate_user=getpass.getuser(),
+            vllm_gate_group=grp.getgrgid(os.getgid()).gr_name,
+            vllm_gate_maxconn=200,
+            __vllm_gate_map_dir=self.maps,
+            __vllm_gate_socket_dir=self.root / "run/vllm",
+            __vllm_gate_runtime_dir=self.master.parent,
+            __vllm_gate_stamp="tested",
+            __vllm_gate_metrics=False,
+        )
+        language = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined, autoescape=False)
+        language.filters["to_json"] = json.dumps
+        return language.from_string((GATE_ROLE / "templates/haproxy.cfg.j2").read_text()).render(settings)
+
+    def admit(self, name: str) -> None:
+        (self.maps / f"{name}.map").write_text("admission open\nproved 1\n")
+
+    def start(self) -> None:
+        argv = [HAPROXY, "-W", "-f", str(self.file), "-S", f"{self.master},mode,600"]
+        with (self.root / "haproxy.log").open("ab") as log:
+            self.process = subprocess.Popen(argv, stdout=log, stderr=log, start_new_session=True)
+
+    def close(self) -> None:
+        if self.process and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def ready(self, name: str) -> int:
+        """What a router is told."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.ports[name], timeout=60)
+        try:
+            connection.request("GET", "/ready")
+            return connection.getresponse().status
+        finally:
+            connection.close()
+
+    def stored(self, name: str) -> dict[str, str]:
+        return dict(line.split() for line in (self.maps / f"{name}.map").read_text().splitlines())
+
+
+class Engine(SimEngine):
+    """A declared engine, whose unit runs the simulator: what SimEngine knows of it, and what the host knows."""
+
+    def __init__(self, host: World, name: str) -> None:
+        super().__init__(host.root / "sim" / name, host.root / "run/vllm" / name / "engine.sock", [], {})
+        self.host = host
+        self.name = name
+        self.unit = f"vllm-engine@{name}.service"
+        self.declared = host.root / f"etc/vllm/lifecycle/{name}.json"
+
+    @property
+    def config(self) -> config.EngineConfig:
+        return config.load(self.name)
+
+    def lease(self) -> dict | None:
+        return store.read_json(store.state_dir(self.name) / "lease.json")
+
+    def active(self) -> str:
+        return self.host.systemd.show(self.unit)["ActiveState"]
+
+    def asleep(self) -> int | None:
+        """The level at which it really sleeps."""
+        levels = {core["level"] if core["asleep"] else None for core in self.truth()["cores"]}
+        assert len(levels) == 1, f"its cores differ: {self.truth()}"
+        return levels.pop()
+
+    def seen(self) -> dict:
+        """What is so, by signals of the tests' own."""
+        active = self.active()
+        time.sleep(0.05)  # the simulator writes its truth that often
+        core = self.truth()["cores"][0] if active == "active" else {}
+        lease = self.lease()
+        return {
+            "unit": active,
+            "paused": core.get("pause") is not None,
+            "asleep": "+".join(core.get("asleep", [])),
+            "level": core.get("level", 0),
+            "weights": core.get("weights"),
+            "used": [self.host.gpu.used(index) for index in range(self.host.gpus)],
+            "lease": lease and lease["owner"],
+            "ready": self.host.gate.ready(self.name) == 200 if self.host.gate else None,
+            "admission": self.host.gate.stored(self.name)["admission"] if self.host.gate else None,
+        }
+
+
+class World:
+    """A host. ``chat`` is its first engine; ``run`` calls a module on it."""
+
+    def __init__(self, root: Path, gate: bool, gpus: int, engines: tuple[str, ...], total: int) -> None:
+        self.root = root
+        self.gpus = gpus
+        self.systemd = SimSystemd(root)
+        self.gpu = SimGpu(root / "ledger", gpus, total)
+        self.gate = Gate(root, {name: free_port() for name in engines}) if gate else None
+        self.engines = {name: Engine(self, name) for name in engines}
+        self.chat = next(iter(self.engines.values()))
+        self.run_module = None
+        (root / "run/systemd/system").mkdir(parents=True)
+        (root / "sys/fs").mkdir(parents=True)
+        (root / "sys/fs/cgroup").symlink_to(self.systemd.cgroup_root)
+        (root / "sim").mkdir()
+        self.command = self._script(
+            "bin/vllm-lifecycle",
+            f"#!{sys.executable}\nfrom {cli.__name__} import main\nraise SystemExit(main())\n",
+        )
+
+    def _script(self, where: str, text: str) -> Path:
+        path = self.root / where
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+        return path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**self.systemd.env, **self.gpu.env, store.ROOT_VARIABLE: str(self.root), "SIM_ARGS": ""}
+
+    def declare(
+        self,
+        engine: Engine,
+        *,
+        version: str,
+        doors: bool,
+        dev_mode: bool,
+        fault: list[str],
+        declared: dict,
+        unit: dict,
+        **options,
+    ) -> None:
+        """The files that the roles write. ``doors`` calls the product's command from the unit."""
+        name, root = engine.name, self.root
+        weights = model.write(root / "srv/models/tiny", "tiny")
+        (weights / "tokenizer.json").write_text("{}")
+        runtime = self._script(f"opt/vllm/engines/{name}/bin/python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        engine.socket.parent.mkdir(parents=True)
+        engine.state_dir.mkdir()
+        names = {"model": str(weights), "served-model-name": "tiny", "uds": str(engine.socket)}
+        for key, value in {**names, "enable-sleep-mode": True, **options}.items():
+            names[key.replace("_", "-")] = value
+        files = {
+            f"etc/vllm/engines/{name}.yaml": yaml.safe_dump(names),
+            f"etc/vllm/engines/{name}.env": f"VLLM_SERVER_DEV_MODE={int(dev_mode)}\n",
+            f"etc/vllm/lifecycle/{name}.json": json.dumps(self._declaration(engine, runtime, version) | declared),
+        }
+        for path, text in files.items():
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).write_text(text)
+        simulator = {"version": version, "state": engine.state_dir, "fault": fault}
+        if self.gpus:
+            simulator["ledger"] = self.gpu.ledger.path
+        record = root / f"var/lib/vllm/{name}/ready.json"
+        commands = {
+            "ExecStartPre": f"rm -f {engine.socket}",
+            "ExecStartPost": [sys.executable, "-I", "-S", "-c", QUICK_READY, str(record), str(engine.socket)],
+        }
+        doors_of = {
+            "preflight": "ExecStartPre",
+            "ready": "ExecStartPost",
+            "drain": "ExecStop",
+            "settle": "ExecStopPost",
+        }
+        if doors:
+            commands = {directive: f"+{self.command} {door} %i" for door, directive in doors_of.items()}
+        elif isinstance(commands["ExecStartPost"], list):
+            commands["ExecStartPost"] = [shlex.join(commands["ExecStartPost"])]
+        self.systemd.add(
+            engine.unit,
+            ExecStart=[
+                sys.executable,
+                "-I",
+                "-S",
+                str(HERE / "engine.py"),
+                "serve",
+                "--config",
+                f"{root}/etc/vllm/engines/{name}.yaml",
+            ],
+            Environment={"SIM_ARGS": shlex.join(command_line(simulator))},
+            EnvironmentFile=f"{root}/etc/vllm/engines/%i.env",
+            KillMode="mixed",
+            **{"TimeoutStopSec": 60, **commands, **unit},
+        )
+
+    def _declaration(self, engine: Engine, runtime: Path, version: str) -> dict:
+        name = engine.name
+        gate = self.gate and {
+            "master_socket": str(self.gate.master),
+            "map": str(self.gate.maps / f"{name}.map"),
+            "proxy": f"engine_{name}",
+            "address": "127.0.0.1",
+            "port": self.gate.ports[name],
+        }
+        return {
+            "schema": 1,
+            "engine": name,
+            "unit": engine.unit,
+            "user": getpass.getuser(),
+            "config_file": f"{self.root}/etc/vllm/engines/{name}.yaml",
+            "env_file": f"{self.root}/etc/vllm/engines/{name}.env",
+            "socket": str(engine.socket),
+            "runtime": str(runtime.parents[1]),
+            "runtime_version": version,
+            "model": f"{self.root}/srv/models/tiny",
+            "served_model_name": "tiny",
+            "gpus": self.gpu.uuids,
+            "gate": gate,
+            "router_detection": 0.05,
+            "drain_timeout": 60,
+            "shutdown_timeout": 5,
+            "stop_timeout": 120,
+            "start_timeout": 120,
+            "config_digest": "0",
+        }
+
+    def daemon(self, *, fault=(), engines=(), **options) -> SimDaemon:
+        """A declared preload daemon ``base`` that nobody has started."""
+        name = "base"
+        sockets = self.root / "run/vllm" / name
+        sockets.mkdir(parents=True, mode=0o700)
+        state = self.root / "sim" / name
+        state.mkdir()
+        daemon = SimDaemon(state, sockets, free_port(), [], {})
+        given = {
+            "model": f"{self.root}/srv/models/tiny",
+            "ledger": self.gpu.ledger.path,
+            "fault": list(fault),
+            **options,
+        }
+        health = ["--weight-cache-health-port", str(daemon.port), "--weight-cache-health-host", "127.0.0.1"]
+        words = [*command_line(given), "--weight-cache-socket-dir", str(sockets), *health, "--state", str(state)]
+        self.systemd.add(
+            f"vllm-preload@{name}.service",
+            ExecStart=[sys.executable, "-I", "-S", str(HERE / "daemon.py"), *words],
+            SuccessExitStatus=[241],
+            TimeoutStopSec=60,
+        )
+        declared = {
+            "schema": 1,
+            "daemon": name,
+            "unit": f"vllm-preload@{name}.service",
+            "socket_dir": str(sockets),
+            "sockets": [weightcache.socket_path(sockets, uuid).name for uuid in self.gpu.uuids],
+            "health_port": daemon.port,
+            "start_timeout": 60,
+            "gpus": self.gpu.uuids,
+            "engines": list(engines),
+            "weights_mib": 13294,
+        }
+        path = self.root / f"etc/vllm/preload/{name}.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(declared))
+        return daemon
+
+    def start(self) -> None:
+        """Everything serves."""
+        if self.gate:
+            self.gate.start()
+        for engine in self.engines.values():
+            started = self.systemd.ctl("start", engine.unit)
+            assert started.returncode == 0, started.stderr + self.systemd.journal(engine.unit)
+        for name in self.engines if self.gate else ():
+            wait_for(lambda name=name: self._is_ready(name), "the gate's first 200")
+
+    def _is_ready(self, name: str) -> bool:
+        try:
+            return self.gate.ready(name) == 200
+        except OSError:
+            return False
+
+    def run(self, module, check_mode: bool = False, **options) -> dict:
+        """A module's result. Without names the first engine; with a time-out that a busy machine does not reach."""
+        names = {} if {"engine", "engines", "daemon"} & set(options) else {"engine": self.chat.name}
+        lease = {} if "daemon" in options else {"lease": {"owner": OWNER}}
+        given = {"timeout": 120, **names, **lease, **options}
+        return self.run_module(module.main, check_mode=check_mode, **given)
+
+    def done(self, module, **options) -> dict:
+        """The same, for a call that must succeed."""
+        result = self.run(module, **options)
+        assert not result.get("failed"), result["msg"]
+        return result
+
+    def info(self, name: str = "") -> dict:
+        """What the product sees of an engine."""
+        name = name or self.chat.name
+        return self.run_module(vllm_info.main, engine=name)["engines"][name]
+
+    def files(self) -> dict[str, tuple[int, str]]:
+        """Every file that the product writes to, with its time and content."""
+        found = {}
+        for top in ("etc", "var", "run/vllm-lifecycle"):
+            for path in sorted((self.root / top).rglob("*")):
+                if path.is_file():
+                    text = hashlib.sha256(path.read_bytes()).hexdigest()
+                    found[str(path.relative_to(self.root))] = (path.stat().st_mtime_ns, text)
+        return found
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.cleanup()
+        if self.gate:
+            self.gate.close()
+        self.systemd.cleanup()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+def use(monkeypatch, host: World) -> None:
+    """Let this process be on that host."""
+    for name, value in host.environment.items():
+        monkeypatch.setenv(name, value)
+    if host.gpus == 0:
+        monkeypatch.setenv("SIM_LEDGER", "")
+    # pynvml finds its library through the loader, which reads LD_LIBRARY_PATH when a process starts.
+    monkeypatch.setattr(pynvml, "nvmlLib", ctypes.CDLL(str(nvml_library() / "libnvidia-ml.so.1")))
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+    # Time-outs that a busy machine does not reach; tests of silence set their own.
+    monkeypatch.setattr(observe, "PROBE_TIMEOUT", 30.0)
+    monkeypatch.setattr(transition, "CALL_TIMEOUT", 30.0)
+    monkeypatch.setattr(transition, "QUIET_INTERVAL", 0.02)

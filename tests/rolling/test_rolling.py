@@ -13,7 +13,7 @@ import pytest
 
 from ansible_collections.baremetal.vllm.tests.rolling.fleet import Stream
 
-LONG = 1500  # tokens; some seconds of generation
+LONG = 600  # tokens; some seconds of generation
 
 
 def four_runs(fleet, host, module, **options):
@@ -104,7 +104,7 @@ def test_a_drain_time_out_names_what_is_left_and_cuts_nothing(fleet):
 
 
 def test_a_drain_that_may_abort_counts_what_it_cut(fleet):
-    stream = Stream(fleet.gate("e1"), 1900)
+    stream = Stream(fleet.gate("e1"), 1500)
     stream.first.wait(30)
     result = fleet.module("e1", "vllm_drain", engine="chat", timeout=4, mode="abort")
     assert result["after"]["state"] == "drained", result

@@ -29,6 +29,7 @@ class Fleet:
             host: values["ansible_host"] for group in groups.values() for host, values in group["hosts"].items()
         }
         self.engines = sorted(groups["vllm_engines"]["hosts"])
+        self.bin = Path(sys.executable).parent
         self.router = f"http://{self.address['r1']}:8000"
 
     def _lab(self, verb: str, *arguments: str, check: bool = True) -> str:
@@ -82,7 +83,7 @@ class Fleet:
 
     def _ansible(self, command: str, *arguments: str) -> list[str]:
         return [
-            str(Path(sys.executable).parent / command),
+            str(self.bin / command),
             f"--inventory={self.inventory}",
             f"--inventory={CHECKOUT}/tests/lab/inventory/",
             *arguments,

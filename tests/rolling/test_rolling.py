@@ -11,7 +11,7 @@ import time
 import httpx
 import pytest
 
-from ansible_collections.baremetal.vllm.tests.rolling.fleet import Stream
+from ansible_collections.baremetal.vllm.tests.rolling.fleet import CHECKOUT, Stream
 
 LONG = 600  # tokens; some seconds of generation
 
@@ -293,3 +293,13 @@ def test_the_report_of_a_roll_adds_up(fleet, tmp_path):
     parts = sum(row[key] for key in ("drain_s", "stop_s", "boot_s", "warm_s", "overhead_s"))
     assert abs(parts - row["out_of_rotation_s"]) < 0.01
     assert min(row[key] for key in ("drain_s", "stop_s", "boot_s", "warm_s")) > 0
+
+
+def test_the_oldest_supported_ansible_does_the_same(fleet, monkeypatch):
+    monkeypatch.setattr(fleet, "bin", CHECKOUT / ".venv-2.16/bin")
+    before = fleet.main_pid("e2")
+    site = fleet.play("site.yml")
+    assert site.count("changed=0") == 4, site[-2000:]
+    fleet.play("rolling_restart.yml", "--limit=e2")
+    assert fleet.main_pid("e2") != before
+    assert fleet.play("status.yml").count(" serving ") == 3

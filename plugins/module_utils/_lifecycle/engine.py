@@ -33,6 +33,7 @@ class Metrics:
     waiting: dict[str, int] | None = None
     deferred: int | None = None
     sleep_state: dict[str, str] | None = None
+    sleep_operations: int | None = None
     tokens: int | None = None
     finished: dict[str, int] = field(default_factory=dict)
 
@@ -56,6 +57,7 @@ def parse_metrics(text: str) -> Metrics:
     finished: dict[str, int] = {}
     tokens: int | None = None
     deferred: int | None = None
+    operations: int | None = None
     for line in text.splitlines():
         match = _SAMPLE.match(line)
         if line.startswith("#") or not match:
@@ -74,6 +76,8 @@ def parse_metrics(text: str) -> Metrics:
             named = states.setdefault(index, [])
             if _count(name, value):
                 named.append(labels.get("sleep_state", "?"))
+        elif name == "vllm:sleep_mode_operations_in_flight":
+            operations = (operations or 0) + _count(name, value)
         elif name == "vllm:request_success_total":
             reason = labels.get("finished_reason", "")
             finished[reason] = finished.get(reason, 0) + _count(name, value)
@@ -87,6 +91,7 @@ def parse_metrics(text: str) -> Metrics:
         waiting=gauges.get("vllm:num_requests_waiting"),
         deferred=deferred,
         sleep_state={index: named[0] if named else "" for index, named in states.items()} or None,
+        sleep_operations=operations,
         tokens=tokens,
         finished=finished,
     )
@@ -132,7 +137,7 @@ class Engine:
     def _post(self, path: str, *, timeout: float, params: Params | None = None) -> None:
         """A control call. Bodies differ between versions (empty on 0.31), so only the status is judged here."""
         answer = self.call("POST", path, timeout=timeout, params=params)
-        if not 200 <= answer.status < 300:
+        if not answer.ok:
             raise Answered(answer.url, answer.status, answer.text)
 
     def healthy(self, timeout: float) -> bool:
@@ -209,7 +214,13 @@ class Engine:
         return len(results)
 
     def reset_prefix_cache(self, timeout: float) -> None:
-        self._post("/reset_prefix_cache", timeout=timeout)
+        """Forget every cached prefix.
+
+        :raises Surprise: it answers 200 and says that it did not, as it does while blocks are in use.
+        """
+        answer = self.call("POST", "/reset_prefix_cache", timeout=timeout)
+        if (answer.text or not answer.ok) and answer.json_object().get("success") is not True:
+            raise Surprise(f"{answer.url} did not reset the prefix cache: {answer.text[:120]!r}")
 
     def complete(self, *, prompt_tokens: int, max_tokens: int, timeout: float) -> Completion:
         """One completion of a given shape, at temperature 0.

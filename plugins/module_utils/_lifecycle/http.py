@@ -32,13 +32,17 @@ class Answer(t.NamedTuple):
     status: int
     text: str
 
+    @property
+    def ok(self) -> bool:
+        return 200 <= self.status < 300
+
     def json_object(self) -> dict[str, t.Any]:
         """The body as a JSON object.
 
         :raises Answered: the status is not 2xx.
         :raises Surprise: the body is no JSON object.
         """
-        if not 200 <= self.status < 300:
+        if not self.ok:
             raise Answered(self.url, self.status, self.text)
         try:
             value = json.loads(self.text)

@@ -246,7 +246,12 @@ def derive(
         return "unknown", None, doubts or ["/health is not 200"]
     if doubts:
         return "unknown", None, doubts
+    if api.metrics and api.metrics.sleep_operations:
+        # A client's time-out does not end the call: an engine that looks awake may fall asleep a moment later.
+        return "unknown", None, ["a sleep or wake that was asked of it is still under way"]
     indexes = (api.metrics.sleep_state if api.metrics else None) or {}
+    if api.sleeping and not indexes:
+        return "unknown", None, ["/is_sleeping is true of paused engines too, and the metrics do not say which it is"]
     levels = {SLEEP_STATES[name] for name in indexes.values()}
     if len(levels) > 1:
         return "unknown", None, [f"engine indexes differ in their sleep state: {indexes}"]

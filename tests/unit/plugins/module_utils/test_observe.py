@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.observe import STATES, derive
@@ -48,6 +50,7 @@ TABLE = [
     (unit_state(), api_state(sleeping=False, sleep="discard_all"), gate_state(), "unknown", None),
     (unit_state(), api_state(paused=False, sleeping=True, sleep="weights_offloaded"), gate_state(), "unknown", None),
     (unit_state(), api_state(paused=False, sleeping=True), gate_state(), "unknown", None),
+    (unit_state(), api_state(paused=True, sleep=None), gate_state("closed"), "unknown", None),  # paused, or asleep?
     (unit_state(), api_state(paused=True, sleep=("awake", "discard_all")), gate_state("closed"), "unknown", None),
 ]
 
@@ -82,6 +85,14 @@ def test_the_own_record_of_a_sleep_decides_with_the_gauge(api, record, state, le
     found, found_level, reasons = derive(unit_state(), api, gate, record, has_gate=True, unseen={})
     assert (found, found_level) == (state, level)
     assert reasons or state != "unknown"
+
+
+def test_an_engine_that_is_still_falling_asleep_is_not_awake():
+    api = api_state()
+    api = dataclasses.replace(api, metrics=dataclasses.replace(api.metrics, sleep_operations=1))
+    state, _level, reasons = derive(unit_state(), api, gate_state("closed"), has_gate=True, unseen={})
+    assert state == "unknown"
+    assert "still under way" in reasons[0]
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def _serving(now: Observation) -> list[Step]:
         _refuse(now, "serving", hints.get(now.state, "wait until the engine has settled"))
     resume = [RESUME] if now.paused else []
     admit = [ADMIT, AWAIT_READY] if now.has_gate else []
-    return [*resume, PROVE, *admit, *_release(now)]
+    return [*resume, *_clean(now), PROVE, *admit, *_release(now)]
 
 
 def _started(now: Observation, options: Options) -> list[Step]:
@@ -212,10 +212,19 @@ def _awake(now: Observation, options: Options) -> list[Step]:
 def _rouse(now: Observation) -> list[Step]:
     """Awake with the right weights. After level 2 they are gone: staged, and from where a killed run left off."""
     if now.level != 2:
-        return [WAKE]
+        return [WAKE] if _keeps_kv(now) else [WAKE, RESET_CACHE]
     done = now.sleep.awake if now.sleep else []
     staged = [(WAKE_WEIGHTS, "weights"), (RELOAD, "reloaded"), (WAKE_KV, "kv_cache"), (RESET_CACHE, "cache_reset")]
     return [step for step, part in staged if part not in done]
+
+
+def _keeps_kv(now: Observation) -> bool:
+    return now.level == 0 and now.sleep is not None and not now.sleep.kv_only
+
+
+def _clean(now: Observation) -> list[Step]:
+    """An awake engine with the record of a sleep: its prefix cache may be older than its KV memory."""
+    return [RESET_CACHE] if now.sleep is not None else []
 
 
 def _down(now: Observation) -> list[Step]:
@@ -242,7 +251,7 @@ def _finish(now: Observation, options: Options) -> list[Step]:
     """What a run that was killed after the start had still to do."""
     if now.lease is None or now.lease.owner != options.owner or now.lease.purpose == "drained":
         return []
-    return [*([RESUME] if now.paused else []), *_back(now)]
+    return [*([RESUME] if now.paused else []), *_clean(now), *_back(now)]
 
 
 def _unit(now: Observation) -> str:

@@ -387,6 +387,13 @@ class Transition:
         kept = {uuid: mib for uuid, mib in after.items() if limit is not None and mib > limit}
         # Level 0 without the KV cache keeps all memory, by its nature.
         idle = [uuid for uuid, mib in freed.items() if mib <= 0] if level or self.wish.kv_only else []
+        if unseen := sorted(set(before) - set(after)):
+            raise Surprise(
+                f"engine '{self.config.engine}' on {socket.gethostname()} answered 200 to sleep at level {level}, yet "
+                f"what it holds on {', '.join(unseen)} cannot be seen any more, so nothing is proved",
+                next_step="look at nvidia-smi and the driver's messages (journalctl -k), then run this again",
+                left={"resident_mib": after},
+            )
         if kept or idle:
             raise Surprise(
                 f"engine '{self.config.engine}' on {socket.gethostname()} answered 200 to sleep at level {level}, yet "
@@ -401,7 +408,8 @@ class Transition:
         tag = "kv_cache" if record is not None and record.kv_only else ""
         self._settle_call(lambda left: self.engine.wake(tag, left), "wake")
         self._must_be_awake()
-        lease.write_sleep_record(self.config.engine, None)
+        if record is not None and record.level == 0 and not record.kv_only:
+            lease.write_sleep_record(self.config.engine, None)  # else when its prefix cache is reset
 
     def _wake_weights(self) -> None:
         self._room_to_wake()
@@ -478,7 +486,15 @@ class Transition:
         if record is None or not record.freed_mib:
             return
         pids = set(self.unit.show().pids)
-        for device in gpu.observe():
+        try:
+            devices = gpu.observe()
+        except gpu.GpuUnseen as exc:
+            raise Refused(
+                f"engine '{self.config.engine}' on {socket.gethostname()} needs {record.freed_mib} MiB to wake, and "
+                f"whether they are free cannot be seen: {exc}",
+                next_step="look at nvidia-smi and the driver's messages (journalctl -k), then run this again",
+            ) from exc
+        for device in devices:
             needed = record.freed_mib.get(device.uuid, 0)
             if device.free_mib < needed:
                 others = {pid: mib for pid, mib in device.processes.items() if pid not in pids}

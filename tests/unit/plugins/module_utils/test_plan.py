@@ -95,7 +95,7 @@ TABLE = {
     ("asleep", "stopped"): (ASLEEP, ["lease", "stop"]),
     ("asleep", "restarted"): (ASLEEP, ["lease", "stop", "start", "prove", "release"]),
     ("asleep", "asleep"): (ASLEEP, ["lease"]),
-    ("asleep", "awake"): (ASLEEP, ["lease", "wake", "prove", "release"]),
+    ("asleep", "awake"): (ASLEEP, ["lease", "wake", "reset_cache", "prove", "release"]),
     ("waking", "drained"): (WAKING, Refused),
     ("waking", "serving"): (WAKING, Refused),
     ("waking", "started"): (WAKING, []),
@@ -211,12 +211,12 @@ KV_ONLY = observation(
 STAGED = ["wake_weights", "reload", "wake_kv", "reset_cache"]
 SLEEPS = [
     # now, options, steps to asleep
-    (ASLEEP, Options(owner=OURS, level=2), ["lease", "wake", "sleep"]),
+    (ASLEEP, Options(owner=OURS, level=2), ["lease", "wake", "reset_cache", "sleep"]),
     (ASLEEP_2, Options(owner=OURS, level=1), ["lease", *STAGED, "sleep"]),
     (ASLEEP_2, Options(owner=OURS, level=2), ["lease"]),
     (KV_ONLY, Options(owner=OURS, kv_only=True), ["lease"]),
-    (KV_ONLY, Options(owner=OURS, level=0), ["lease", "wake", "sleep"]),
-    (KV_ONLY, Options(owner=OURS, level=1), ["lease", "wake", "sleep"]),
+    (KV_ONLY, Options(owner=OURS, level=0), ["lease", "wake", "reset_cache", "sleep"]),
+    (KV_ONLY, Options(owner=OURS, level=1), ["lease", "wake", "reset_cache", "sleep"]),
     (ASLEEP, Options(owner=OURS, level=2, deepen=False), Refused),
 ]
 
@@ -241,6 +241,14 @@ def test_a_wake_after_level_2_is_staged_and_goes_on_where_it_was_killed(done):
         sleep=record,
     )
     assert names(plan("awake", now, OPTIONS)) == [*STAGED[len(done) :], *BACK]
+
+
+def test_a_prefix_cache_that_may_outlive_its_memory_is_reset_before_the_engine_serves():
+    asleep_0 = dataclasses.replace(KV_ONLY, sleep=sleep_record(0))
+    assert "reset_cache" not in names(plan("awake", asleep_0, OPTIONS)), "nothing was lost"
+    killed = observation(gate=gate_state("closed"), held=lease(purpose="awake"), sleep=sleep_record(1))
+    for wanted in ("awake", "serving"):
+        assert names(plan(wanted, killed, OPTIONS)) == ["reset_cache", *BACK]
 
 
 def test_a_paused_engine_is_never_woken():

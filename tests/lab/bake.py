@@ -9,6 +9,7 @@ that start on it, site.yml finds these parts installed, and installs what differ
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,7 @@ def lab(*arguments: str) -> str:
 
 def bake(layer: str) -> None:
     lab("wheels")
+    lab("down", "--name", LAB)
     try:
         lab("up", "--name", LAB, "--hosts", "1", "--routers", "0", "--subnet", SUBNET)
         inventory = lab("inventory", "--name", LAB, "--path")
@@ -69,8 +71,9 @@ def bake(layer: str) -> None:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("bake: terminated"))  # so that the lab is taken down
     layer = layer_name()
-    with files.locked(files.cache() / "bake"):
+    with files.locked(files.cache() / "locks" / "bake"):
         if not base.layer_path(layer).is_dir():
             system.Progress()(f"layer {layer}: to be installed once, which takes minutes")
             bake(layer)

@@ -254,7 +254,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, help="end after this number of requests")
     parser.add_argument("--max-requests", type=int, default=20000, help="a bound that always holds (default 20000)")
     parser.add_argument("--timeout", type=float, default=120, help="for one request, from start to end (default 120)")
-    parser.add_argument("--retry-pause", type=float, default=0.25, help="a client's pause after a lost request")
+    parser.add_argument(
+        "--retry-pause", type=float, default=1, help="a client's pause after a lost request (default 1)"
+    )
     parser.add_argument("--progress", type=float, default=10, help="seconds between lines on stderr (default 10)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="the report (default: stdout)")

@@ -1,9 +1,10 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""A host with engines that serve, for each test that asks for one."""
+"""A host with engines that serve, for each test or module that asks for one."""
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from pathlib import Path
 
@@ -12,11 +13,12 @@ import pytest
 from ansible_collections.baremetal.vllm.tests.unit.lifecycle import world as worlds
 
 
-@pytest.fixture
-def world(monkeypatch, run_module):
-    """`world(gate=True, gpus=1, fault=["sleep_noop"])` is a host whose engine ``chat`` serves.
+@contextlib.contextmanager
+def builder(monkeypatch):
+    """`build(gate=True, gpus=1, fault=["sleep_noop"])` is a host whose engine ``chat`` serves.
 
-    ``declared`` changes the engine's declaration, ``unit`` its unit; other keywords are options of `vllm serve`.
+    With ``doors`` (True, or some of them by name) the unit calls the product's command; ``declared`` changes the
+    engine's declaration, ``unit`` its unit; other keywords are options of `vllm serve`.
     """
     built = []
 
@@ -38,7 +40,6 @@ def world(monkeypatch, run_module):
         root = Path(tempfile.mkdtemp(prefix="w", dir="/tmp"))  # short: a socket's path has 107 characters at most
         host = worlds.World(root, gate, gpus, tuple(engines), total)
         built.append(host)
-        host.run_module = run_module
         worlds.use(monkeypatch, host)
         for engine in host.engines.values():
             host.declare(
@@ -55,6 +56,27 @@ def world(monkeypatch, run_module):
             host.start()
         return host
 
-    yield build
-    for host in built:
-        host.close()
+    try:
+        yield build
+    finally:
+        for host in built:
+            host.close()
+
+
+@pytest.fixture
+def world(monkeypatch, run_module):
+    with builder(monkeypatch) as build:
+
+        def with_modules(**settings):
+            host = build(**settings)
+            host.run_module = run_module
+            return host
+
+        yield with_modules
+
+
+@pytest.fixture(scope="module")
+def module_world():
+    """The same for a whole module; whoever runs a module there sets ``run_module`` first."""
+    with pytest.MonkeyPatch.context() as monkeypatch, builder(monkeypatch) as build:
+        yield build

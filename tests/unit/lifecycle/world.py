@@ -7,6 +7,7 @@ Tests read it by its own means (the simulator's truth, the ledger, the gate's po
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import getpass
 import grp
@@ -136,6 +137,18 @@ class Gate:
         finally:
             connection.close()
 
+    @contextlib.contextmanager
+    def stream(self, name: str):
+        """A streaming client; the beginning of what it got. It leaves with the block."""
+        body = b'{"prompt": "a long story", "max_tokens": 1000, "stream": true}'
+        with socket.create_connection(("127.0.0.1", self.ports[name]), timeout=60) as client:
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: gate\r\nContent-Type: application/json\r\n"
+                + f"Content-Length: {len(body)}\r\n\r\n".encode()
+                + body
+            )
+            yield client.recv(65536)
+
     def stored(self, name: str) -> dict[str, str]:
         return dict(line.split() for line in (self.maps / f"{name}.map").read_text().splitlines())
 
@@ -159,6 +172,10 @@ class Engine(SimEngine):
 
     def active(self) -> str:
         return self.host.systemd.show(self.unit)["ActiveState"]
+
+    def busy(self) -> int:
+        """Requests that it really has."""
+        return sum(core["running"] + core["waiting"] for core in self.truth()["cores"])
 
     def asleep(self) -> int | None:
         """The level at which it really sleeps."""
@@ -222,14 +239,14 @@ class World:
         engine: Engine,
         *,
         version: str,
-        doors: bool,
+        doors: bool | tuple[str, ...],
         dev_mode: bool,
         fault: list[str],
         declared: dict,
         unit: dict,
         **options,
     ) -> None:
-        """The files that the roles write. ``doors`` calls the product's command from the unit."""
+        """The files that the roles write. ``doors``, or those of it that are named, are the product's command."""
         name, root = engine.name, self.root
         weights = model.write(root / "srv/models/tiny", "tiny")
         (weights / "tokenizer.json").write_text("{}")
@@ -253,7 +270,9 @@ class World:
         record = root / f"var/lib/vllm/{name}/ready.json"
         commands = {
             "ExecStartPre": f"rm -f {engine.socket}",
-            "ExecStartPost": [sys.executable, "-I", "-S", "-c", QUICK_READY, str(record), str(engine.socket)],
+            "ExecStartPost": shlex.join(
+                [sys.executable, "-I", "-S", "-c", QUICK_READY, str(record), str(engine.socket)]
+            ),
         }
         doors_of = {
             "preflight": "ExecStartPre",
@@ -261,10 +280,8 @@ class World:
             "drain": "ExecStop",
             "settle": "ExecStopPost",
         }
-        if doors:
-            commands = {directive: f"+{self.command} {door} %i" for door, directive in doors_of.items()}
-        elif isinstance(commands["ExecStartPost"], list):
-            commands["ExecStartPost"] = [shlex.join(commands["ExecStartPost"])]
+        for door in doors_of if doors is True else doors or ():
+            commands[doors_of[door]] = f"+{self.command} {door} %i"
         self.systemd.add(
             engine.unit,
             ExecStart=[

@@ -63,6 +63,8 @@ def plan(wanted: str, now: Observation, options: Options) -> list[Step]:
     :raises Refused: the state, or someone else's lease, forbids it.
     :raises UnknownState: nothing is safe but to stop and start.
     """
+    if _is_stopping(now) and wanted not in ("stopped", "restarted"):
+        _refuse(now, wanted, "wait until it has stopped and run this again, or use vllm_engine state=restarted")
     if wanted == "serving":
         steps = _serving(now)
     else:
@@ -91,6 +93,11 @@ def _refuse(now: Observation, wanted: str, next_step: str) -> t.NoReturn:
         next_step=next_step,
         reasons=now.reasons,
     )
+
+
+def _is_stopping(now: Observation) -> bool:
+    """Its unit stops by someone's order: it drains, and answers no more."""
+    return now.unit is not None and now.unit.active_state == "deactivating"
 
 
 def _admission(now: Observation) -> str:
@@ -158,7 +165,7 @@ def _started(now: Observation, options: Options) -> list[Step]:
     if now.state in ("stopped", "failed"):
         return [*_lease(now, options), START, *_back(now)]
     if now.state == "starting":
-        return [START]
+        return [START, *_finish(now, options)]
     if now.state == "unknown":
         _refuse(now, "started", "restart it with vllm_engine state=restarted")
     return _finish(now, options) if now.state in AWAKE else []
@@ -171,7 +178,7 @@ def _stopped(now: Observation, options: Options) -> list[Step]:
 
 
 def _restarted(now: Observation, options: Options) -> list[Step]:
-    if options.run and now.state in AWAKE and now.restarted_by == options.run:
+    if options.run and now.state in AWAKE and not _is_stopping(now) and now.restarted_by == options.run:
         return _finish(now, options)
     down = [] if now.state == "stopped" else _down(now)
     return [*_lease(now, options), *down, START, *_back(now)]
@@ -229,6 +236,8 @@ def _clean(now: Observation) -> list[Step]:
 
 def _down(now: Observation) -> list[Step]:
     """To a stopped unit. What is awake drains first; what is unknown is taken out and stopped."""
+    if _is_stopping(now):
+        return [STOP]
     if now.state in AWAKE:
         quiet = now.state == "drained"
         return [*([] if quiet else _out(now, "stopped")), STOP]

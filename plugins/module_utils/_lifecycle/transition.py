@@ -257,8 +257,10 @@ class Transition:
             )
 
     def _await_idle(self) -> None:
+        # Once requests were cut, the drain's own time is over: what came since then has the time of an abort.
+        deadline = Deadline(ABORT_TIMEOUT) if "requests_cut" in self.extra else self.deadline
         try:
-            self._quiet(self.deadline)
+            self._quiet(deadline)
         except DeadlineExceeded:
             if self.wish.mode != "abort":
                 raise
@@ -321,7 +323,7 @@ class Transition:
             self._quiet(Deadline(ABORT_TIMEOUT))
         finally:
             cut = self.engine.metrics(CALL_TIMEOUT).finished.get("abort", 0) - before
-            self.extra["requests_cut"] = cut
+            self.extra["requests_cut"] = self.extra.get("requests_cut", 0) + cut
             self.actions.append(f"{self.config.engine}: cut {cut} request(s) after {self.deadline.seconds:g} s")
 
     def _pause(self) -> None:

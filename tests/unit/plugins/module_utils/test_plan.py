@@ -251,6 +251,25 @@ def test_a_prefix_cache_that_may_outlive_its_memory_is_reset_before_the_engine_s
         assert names(plan(wanted, killed, OPTIONS)) == ["reset_cache", *BACK]
 
 
+@pytest.mark.parametrize("wanted", WANTED)
+def test_an_engine_whose_unit_stops_is_only_waited_for(wanted):
+    """systemd calls it deactivating, we call it draining; nothing can be asked of it any more."""
+    now = observation(unit=unit_state("deactivating", "stop"), held=lease(), last={"run": "r1", "restarted_pid": 0})
+    assert now.state == "draining"
+    if wanted not in ("stopped", "restarted"):
+        with pytest.raises(Refused, match=r"is draining .*cannot be brought to"):
+            plan(wanted, now, OPTIONS)
+        return
+    steps = names(plan(wanted, now, Options(owner=OURS, run="r1")))
+    assert steps == (["stop"] if wanted == "stopped" else ["stop", "start", *BACK])
+
+
+def test_a_start_under_way_is_finished_by_the_run_that_began_it():
+    now = dataclasses.replace(STARTING, lease=lease())
+    assert names(plan("started", now, OPTIONS)) == ["start", *BACK]
+    assert names(plan("started", dataclasses.replace(STARTING, lease=lease("night-shift")), OPTIONS)) == ["start"]
+
+
 def test_a_paused_engine_is_never_woken():
     for now in (DRAINED, dataclasses.replace(DRAINED, lease=lease(purpose="drained"))):
         assert plan("awake", now, OPTIONS) == []

@@ -130,7 +130,8 @@ class Fleet:
         )  # fmt: skip
         start = done.stdout.find("{", done.stdout.find(f"{host} | "))
         assert start >= 0, done.stdout + done.stderr
-        return json.JSONDecoder().raw_decode(done.stdout[start:])[0]
+        result = json.JSONDecoder().raw_decode(done.stdout[start:])[0]
+        return {"failed": f"{host} | FAILED" in done.stdout, **result}
 
 
 class Stream(threading.Thread):

@@ -79,7 +79,7 @@ def test_only_allowed_routes_reach_the_network(fleet):
 
 def test_engines_listen_on_no_routable_address(fleet):
     group = fleet.ssh("e1", "systemctl show --value --property ControlGroup vllm-engine@chat.service").strip()
-    pids = set(fleet.ssh("e1", f"cat $(find /sys/fs/cgroup -path '*{group}/cgroup.procs')").split())
+    pids = set(fleet.ssh("e1", f"cat '/sys/fs/cgroup{group}/cgroup.procs'").split())
     listeners = [
         line for line in fleet.ssh("e1", "ss -Hltnp").splitlines() if any(f"pid={pid}," in line for pid in pids)
     ]

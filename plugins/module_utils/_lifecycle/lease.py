@@ -141,8 +141,8 @@ def last_transition(engine: str) -> dict[str, t.Any] | None:
 class SleepRecord:
     """Our own word on an engine's sleep, since the engine's repeats whatever level was asked last.
 
-    ``awake`` lists the parts that a staged wake has brought back so far. ``freed_mib`` is by GPU UUID, and empty where
-    no GPU was seen.
+    It is written before the engine is asked, and ``proved`` once the memory has been measured. ``awake`` lists the
+    parts that a staged wake has brought back so far. ``freed_mib`` is by GPU UUID, and empty where no GPU was seen.
     """
 
     main_pid: int
@@ -151,6 +151,7 @@ class SleepRecord:
     awake: list[str] = field(default_factory=list)
     freed_mib: dict[str, int] = field(default_factory=dict)
     resident_mib: dict[str, int] = field(default_factory=dict)
+    proved: bool = False
 
 
 def sleep_record(engine: str) -> SleepRecord | None:

@@ -186,13 +186,15 @@ def _restarted(now: Observation, options: Options) -> list[Step]:
 
 def _asleep(now: Observation, options: Options) -> list[Step]:
     level = 0 if options.kv_only else options.level
-    if now.state == "asleep":
+    if now.state in ("asleep", "waking"):
         kv_only = now.sleep is not None and now.sleep.kv_only
-        if now.level == level and (level != 0 or kv_only == options.kv_only):
+        there = now.state == "asleep" and now.level == level and (level != 0 or kv_only == options.kv_only)
+        if there and (now.sleep is None or now.sleep.proved):
             return _lease(now, options)
-        if not options.deepen:
+        if not there and not options.deepen:
             _refuse(now, f"sleep at level {level} (it sleeps at {now.level})", "wake it first, or allow deepen")
-        # A second /sleep would answer 200 and do nothing: awake first, without serving in between.
+        # A second /sleep would answer 200 and do nothing: awake first, without serving in between. So also where a
+        # run was killed in the middle, or found that the sleep had freed nothing.
         return [*_lease(now, options), *_rouse(now), SLEEP]
     if now.state not in AWAKE:
         _refuse(

@@ -382,9 +382,8 @@ class Transition:
             self._settle_call(self.engine.release_kv_cache, "release of the KV cache")
         after = self._gpu_mib()
         freed = {uuid: before[uuid] - mib for uuid, mib in after.items() if uuid in before}
-        lease.write_sleep_record(
-            self.config.engine, SleepRecord(pid, level, self.wish.kv_only, freed_mib=freed, resident_mib=after)
-        )
+        record = SleepRecord(pid, level, self.wish.kv_only, freed_mib=freed, resident_mib=after)
+        lease.write_sleep_record(self.config.engine, record)
         self.extra.update(freed_mib=freed, resident_mib=after)
         limit = self.wish.max_resident_mib
         kept = {uuid: mib for uuid, mib in after.items() if limit is not None and mib > limit}
@@ -404,6 +403,8 @@ class Transition:
                 next_step="was it started with enable-sleep-mode? Restart it with vllm_engine to free its memory",
                 left={"resident_mib": after, "freed_mib": freed},
             )
+
+        lease.write_sleep_record(self.config.engine, replace(record, proved=True))
 
     def _wake(self) -> None:
         self._room_to_wake()

@@ -65,8 +65,8 @@ def lease(owner=OURS, purpose="restarted", restore="open", run="r1"):
     )
 
 
-def sleep_record(level=2, awake=(), kv_only=False):
-    return SleepRecord(main_pid=10, level=level, kv_only=kv_only, awake=list(awake))
+def sleep_record(level=2, awake=(), kv_only=False, proved=True):
+    return SleepRecord(main_pid=10, level=level, kv_only=kv_only, awake=list(awake), proved=proved)
 
 
 def observation(unit=..., api=..., gate=..., held=None, has_gate=True, last=None, sleep=None, unseen=None):

@@ -101,7 +101,7 @@ TABLE = {
     ("waking", "started"): (WAKING, []),
     ("waking", "stopped"): (WAKING, ["lease", "stop"]),
     ("waking", "restarted"): (WAKING, ["lease", "stop", "start", "prove", "release"]),
-    ("waking", "asleep"): (WAKING, Refused),
+    ("waking", "asleep"): (WAKING, ["lease", "reload", "wake_kv", "reset_cache", "sleep"]),
     ("waking", "awake"): (WAKING, ["lease", "reload", "wake_kv", "reset_cache", "prove", "release"]),
     ("unknown", "drained"): (UNKNOWN, UnknownState),
     ("unknown", "serving"): (UNKNOWN, UnknownState),
@@ -208,6 +208,7 @@ ASLEEP_2 = observation(
 KV_ONLY = observation(
     gate=gate_state("closed"), api=api_state(paused=True, sleep=("",)), sleep=sleep_record(0, kv_only=True)
 )
+UNPROVED = dataclasses.replace(ASLEEP, sleep=sleep_record(1, proved=False))
 STAGED = ["wake_weights", "reload", "wake_kv", "reset_cache"]
 SLEEPS = [
     # now, options, steps to asleep
@@ -218,6 +219,9 @@ SLEEPS = [
     (KV_ONLY, Options(owner=OURS, level=0), ["lease", "wake", "reset_cache", "sleep"]),
     (KV_ONLY, Options(owner=OURS, level=1), ["lease", "wake", "reset_cache", "sleep"]),
     (ASLEEP, Options(owner=OURS, level=2, deepen=False), Refused),
+    # killed in the middle of the sleep, or nothing was freed
+    (UNPROVED, Options(owner=OURS, level=1), ["lease", "wake", "reset_cache", "sleep"]),
+    (UNPROVED, Options(owner=OURS, level=1, deepen=False), ["lease", "wake", "reset_cache", "sleep"]),
 ]
 
 

@@ -27,7 +27,7 @@ from ansible_collections.baremetal.vllm.plugins.modules import (
 )
 from ansible_collections.baremetal.vllm.tests.sim import faults
 from ansible_collections.baremetal.vllm.tests.sim.ledger import start_time
-from ansible_collections.baremetal.vllm.tests.unit.lifecycle.world import OWNER, wait_for
+from ansible_collections.baremetal.vllm.tests.unit.lifecycle.world import AWAKE_MIB, OWNER, RESIDUE_MIB, wait_for
 
 SERVE = (vllm_drain, {"state": "serving"})
 DRAIN = (vllm_drain, {})
@@ -383,6 +383,17 @@ def test_a_residue_that_grows_fails_at_the_limit_that_was_set(world):
     assert "holds {'" in host.run(vllm_sleep, **limit)["msg"]
 
 
+@covers("sleep_frees_nothing")
+def test_a_sleep_that_freed_nothing_is_not_there_when_it_is_asked_for_again(world):
+    host = world(gpus=1)
+    host.chat.set_fault("sleep_frees_nothing")
+    for _ in range(2):
+        assert "freed nothing" in host.run(vllm_sleep)["msg"]
+    host.chat.clear_faults()
+    assert host.done(vllm_sleep)["changed"]
+    assert host.gpu.used() == RESIDUE_MIB
+
+
 @covers("memory_taken")
 def test_a_wake_without_room_is_refused_and_names_who_holds_it(world):
     host = world(gpus=1)
@@ -497,7 +508,8 @@ def test_a_control_call_is_judged_by_what_it_did_and_not_by_its_body(world):
     host.chat.set_fault("http_lost", "/sleep", times=1)
     assert host.run(vllm_sleep)["failed"]
     again = host.done(vllm_sleep)
-    assert (again["changed"], again["after"]["state"]) == (False, "asleep")
+    assert (again["after"]["state"], again["after"]["level"]) == ("asleep", 1)
+    assert list(again["freed_mib"].values()) == [AWAKE_MIB - RESIDUE_MIB]
 
 
 # 3. Starting and stopping the unit.

@@ -20,10 +20,8 @@ from ansible_collections.baremetal.vllm.plugins.modules import (
     vllm_sleep,
     vllm_wake,
 )
-from ansible_collections.baremetal.vllm.tests.unit.lifecycle.world import OWNER
+from ansible_collections.baremetal.vllm.tests.unit.lifecycle.world import AWAKE_MIB, OWNER, RESIDUE_MIB
 
-AWAKE = 71928  # MiB of the simulated engine, its driver's share included
-RESIDUE = 1545  # what is left of it at level 1 and 2
 KV_FREED = 14839  # what is left when the KV cache alone is gone
 
 
@@ -45,17 +43,17 @@ SERVING = {
     "lease": None,
     "paused": False,
     "asleep": "",
-    "used": [AWAKE],
+    "used": [AWAKE_MIB],
 }
 SLEEP_1 = (vllm_sleep, {"level": 1})
 SLEEP_2 = (vllm_sleep, {"level": 2})
 DRAIN = (vllm_drain, {})
 STOP = (vllm_engine, {"state": "stopped"})
-BOTH = {**OUT, "asleep": "kv_cache+weights", "used": [RESIDUE]}
+BOTH = {**OUT, "asleep": "kv_cache+weights", "used": [RESIDUE_MIB]}
 CASES = [
-    Case("drained", [], *DRAIN, {**OUT, "paused": True, "asleep": "", "used": [AWAKE]}, "drained"),
+    Case("drained", [], *DRAIN, {**OUT, "paused": True, "asleep": "", "used": [AWAKE_MIB]}, "drained"),
     Case("serving", [DRAIN], vllm_drain, {"state": "serving"}, SERVING, "serving"),
-    Case("sleep 0", [], vllm_sleep, {"level": 0}, {**OUT, "paused": True, "asleep": "", "used": [AWAKE]}, "asleep"),
+    Case("sleep 0", [], vllm_sleep, {"level": 0}, {**OUT, "paused": True, "asleep": "", "used": [AWAKE_MIB]}, "asleep"),
     Case("sleep 1", [], *SLEEP_1, {**BOTH, "level": 1}, "asleep"),
     Case("sleep 2", [], *SLEEP_2, {**BOTH, "level": 2, "weights": "discarded"}, "asleep"),
     Case(
@@ -96,7 +94,7 @@ CASES = [
         [DRAIN],
         vllm_engine,
         {"state": "restarted", "run": "roll-7"},
-        {**OUT, "paused": False, "used": [AWAKE]},
+        {**OUT, "paused": False, "used": [AWAKE_MIB]},
         "withdrawn",
         True,
     ),

@@ -44,6 +44,8 @@ from ansible_collections.baremetal.vllm.tests.sim.harness import (
 GATE_ROLE = HERE.parents[1] / "roles/vllm_gate"
 HAPROXY = shutil.which("haproxy", path=os.environ["PATH"] + ":/usr/sbin")
 OWNER = "tests"
+AWAKE_MIB = 71928  # of the simulated engine, with the driver's own 43
+RESIDUE_MIB = 1545  # what is left of it at level 1 and 2
 # Where only the record of a proved start matters: `vllm-lifecycle ready` without its proof, in a twentieth of the time.
 QUICK_READY = """
 import json, os, socket, sys, time

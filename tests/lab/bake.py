@@ -8,10 +8,13 @@ that start on it, site.yml finds these parts installed, and installs what differ
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -70,6 +73,19 @@ def bake(layer: str) -> None:
         lab("down", "--name", LAB)
 
 
+def prune(layer: str) -> None:
+    """Removes layers that are older than a day, of another hash, and under no lab: each takes gigabytes."""
+    used = {
+        name
+        for made in json.loads(lab("status", "--json"))
+        for host in made["hosts"].values()
+        for name in host["layers"]
+    }
+    for path in base.layer_path(layer).parent.glob(f"vllm-{VERSION}-*"):
+        if path.name not in {layer, *used} and time.time() - path.stat().st_mtime > 86400:
+            shutil.rmtree(path)
+
+
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("bake: terminated"))  # so that the lab is taken down
     layer = layer_name()
@@ -77,6 +93,7 @@ def main() -> None:
         if not base.layer_path(layer).is_dir():
             system.Progress()(f"layer {layer}: to be installed once, which takes minutes")
             bake(layer)
+            prune(layer)
     print(layer)
 
 

@@ -75,12 +75,8 @@ def bake(layer: str) -> None:
 
 def prune(layer: str) -> None:
     """Removes layers that are older than a day, of another hash, and under no lab: each takes gigabytes."""
-    used = {
-        name
-        for made in json.loads(lab("status", "--json"))
-        for host in made["hosts"].values()
-        for name in host["layers"]
-    }
+    made = json.loads(lab("status", "--json"))
+    used = {name for each in made for host in each["hosts"].values() for name in host["layers"]}
     for path in base.layer_path(layer).parent.glob(f"vllm-{VERSION}-*"):
         if path.name not in {layer, *used} and time.time() - path.stat().st_mtime > 86400:
             shutil.rmtree(path)

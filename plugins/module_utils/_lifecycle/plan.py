@@ -104,9 +104,10 @@ def _admission(now: Observation) -> str:
     return now.gate.admission if now.gate else ""
 
 
-def _lease(now: Observation, options: Options) -> list[Step]:
-    """Needed unless it is ours already."""
-    return [] if now.lease is not None and now.lease.owner == options.owner else [LEASE]
+def _lease(now: Observation, options: Options, purpose: str) -> list[Step]:
+    """Needed unless it is ours already, for this. What was drained on purpose keeps that purpose."""
+    held = now.lease
+    return [] if held is not None and held.owner == options.owner and held.purpose in (purpose, "drained") else [LEASE]
 
 
 def _release(now: Observation) -> list[Step]:
@@ -137,11 +138,11 @@ def _out(now: Observation, wanted: str) -> list[Step]:
 def _drained(now: Observation, options: Options) -> list[Step]:
     if now.state in ("stopped", "failed", "asleep", "drained"):
         close = [CLOSE] if now.has_gate and _admission(now) != "closed" else []
-        return [*_lease(now, options), *close]
+        return [*_lease(now, options, "drained"), *close]
     if now.state not in AWAKE:
         _refuse(now, "drained", f"wait until it has settled, or stop it with vllm_engine (journalctl -u {_unit(now)})")
     pause = [PAUSE] if now.api and now.api.dev_mode else []
-    return [*_lease(now, options), *_out(now, "drained"), *pause]
+    return [*_lease(now, options, "drained"), *_out(now, "drained"), *pause]
 
 
 def _serving(now: Observation) -> list[Step]:
@@ -163,7 +164,7 @@ def _serving(now: Observation) -> list[Step]:
 
 def _started(now: Observation, options: Options) -> list[Step]:
     if now.state in ("stopped", "failed"):
-        return [*_lease(now, options), START, *_back(now)]
+        return [*_lease(now, options, "started"), START, *_back(now)]
     if now.state == "starting":
         return [START, *_finish(now, options)]
     if now.state == "unknown":
@@ -174,14 +175,14 @@ def _started(now: Observation, options: Options) -> list[Step]:
 def _stopped(now: Observation, options: Options) -> list[Step]:
     if now.state == "stopped":
         return []
-    return [*_lease(now, options), *_down(now)]
+    return [*_lease(now, options, "stopped"), *_down(now)]
 
 
 def _restarted(now: Observation, options: Options) -> list[Step]:
     if options.run and now.state in AWAKE and not _is_stopping(now) and now.restarted_by == options.run:
         return _finish(now, options)
     down = [] if now.state == "stopped" else _down(now)
-    return [*_lease(now, options), *down, START, *_back(now)]
+    return [*_lease(now, options, "restarted"), *down, START, *_back(now)]
 
 
 def _asleep(now: Observation, options: Options) -> list[Step]:
@@ -190,12 +191,12 @@ def _asleep(now: Observation, options: Options) -> list[Step]:
         kv_only = now.sleep is not None and now.sleep.kv_only
         there = now.state == "asleep" and now.level == level and (level != 0 or kv_only == options.kv_only)
         if there and (now.sleep is None or now.sleep.proved):
-            return _lease(now, options)
+            return _lease(now, options, "asleep")
         if not there and not options.deepen:
             _refuse(now, f"sleep at level {level} (it sleeps at {now.level})", "wake it first, or allow deepen")
         # A second /sleep would answer 200 and do nothing: awake first, without serving in between. So also where a
         # run was killed in the middle, or found that the sleep had freed nothing.
-        return [*_lease(now, options), *_rouse(now), SLEEP]
+        return [*_lease(now, options, "asleep"), *_rouse(now), SLEEP]
     if now.state not in AWAKE:
         _refuse(
             now, "asleep", f"wait until it has settled, or restart it with vllm_engine (journalctl -u {_unit(now)})"
@@ -206,12 +207,12 @@ def _asleep(now: Observation, options: Options) -> list[Step]:
             next_step="set dev_mode: true (VLLM_SERVER_DEV_MODE=1) and enable-sleep-mode for it, and restart it",
         )
     # A paused engine's sleep is what is wanted as well: the drain's second lock falls away with it.
-    return [*_lease(now, options), *([] if now.state == "drained" else _out(now, "asleep")), SLEEP]
+    return [*_lease(now, options, "asleep"), *([] if now.state == "drained" else _out(now, "asleep")), SLEEP]
 
 
 def _awake(now: Observation, options: Options) -> list[Step]:
     if now.state in ("asleep", "waking"):
-        return [*_lease(now, options), *_rouse(now), *_back(now)]
+        return [*_lease(now, options, "awake"), *_rouse(now), *_back(now)]
     if now.state in AWAKE:
         # Not asleep. A drain is someone's wish, and a wake must not undo it; a half-done wake of ours is finished.
         return _finish(now, options) if now.lease is not None and now.lease.purpose == "awake" else []

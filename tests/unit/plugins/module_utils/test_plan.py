@@ -258,7 +258,8 @@ def test_a_prefix_cache_that_may_outlive_its_memory_is_reset_before_the_engine_s
 @pytest.mark.parametrize("wanted", WANTED)
 def test_an_engine_whose_unit_stops_is_only_waited_for(wanted):
     """systemd calls it deactivating, we call it draining; nothing can be asked of it any more."""
-    now = observation(unit=unit_state("deactivating", "stop"), held=lease(), last={"run": "r1", "restarted_pid": 0})
+    held = lease(purpose=wanted)
+    now = observation(unit=unit_state("deactivating", "stop"), held=held, last={"run": "r1", "restarted_pid": 0})
     assert now.state == "draining"
     if wanted not in ("stopped", "restarted"):
         with pytest.raises(Refused, match=r"is draining .*cannot be brought to"):
@@ -272,6 +273,15 @@ def test_a_start_under_way_is_finished_by_the_run_that_began_it():
     now = dataclasses.replace(STARTING, lease=lease())
     assert names(plan("started", now, OPTIONS)) == ["start", *BACK]
     assert names(plan("started", dataclasses.replace(STARTING, lease=lease("night-shift")), OPTIONS)) == ["start"]
+
+
+def test_a_lease_says_what_it_is_for_now():
+    """By its purpose the next run knows what a killed one was about, and what nobody but its owner puts back."""
+    asleep = dataclasses.replace(ASLEEP, lease=lease(purpose="asleep"))
+    assert names(plan("awake", asleep, OPTIONS))[0] == "lease"
+    woken = dataclasses.replace(WITHDRAWN, lease=lease(purpose="awake"))
+    assert names(plan("awake", woken, OPTIONS)) == BACK
+    assert names(plan("drained", woken, OPTIONS))[0] == "lease"
 
 
 def test_a_paused_engine_is_never_woken():

@@ -60,9 +60,9 @@ class Client:
         if httpx is None:
             raise MissingLibrary("httpx", HTTPX_IMPORT_ERROR)
         self._label = f"{uds}:" if uds else base
-        self._client = httpx.Client(
-            transport=httpx.HTTPTransport(uds=uds, retries=0), base_url=base, trust_env=False, headers=headers
-        )
+        # Without TLS no certificates are read, which would take more time than all questions to an engine.
+        transport = httpx.HTTPTransport(uds=uds, retries=0, verify=base.startswith("https:"))
+        self._client = httpx.Client(transport=transport, base_url=base, trust_env=False, headers=headers)
 
     def close(self) -> None:
         self._client.close()

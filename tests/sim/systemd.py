@@ -13,18 +13,18 @@ NAME.override.json replaces properties in `show`; its key "fail" lets every syst
 
 from __future__ import annotations
 
+# systemctl is called for every look at a unit: what only a supervisor needs is imported where it is needed.
 import contextlib
-import ctypes
-import fnmatch
 import json
 import os
-import shlex
 import signal
-import subprocess
 import sys
 import time
 import typing as t
 from pathlib import Path
+
+if t.TYPE_CHECKING:
+    import subprocess
 
 DEFAULTS: dict[str, t.Any] = {
     "Id": "",
@@ -144,6 +144,8 @@ class Supervisor:
         self.result = "success"
 
     def words(self, line: str | list[str]) -> list[str]:
+        import shlex
+
         words = shlex.split(line) if isinstance(line, str) else list(line)
         pid = self.living_main().get("MAINPID", "")
         marks = {"%i": self.unit.instance, "%n": self.unit.name, "${MAINPID}": pid, "$MAINPID": pid}
@@ -165,6 +167,8 @@ class Supervisor:
         return {**os.environ, **given, **self.living_main(), "INVOCATION_ID": invocation, **more}
 
     def launch(self, line: str | list[str], **more: str) -> subprocess.Popen[bytes]:
+        import subprocess
+
         words = self.words(line)
         words[0] = words[0].lstrip("+-@!:")
         with open(self.unit.run / "journal", "ab") as journal:
@@ -226,6 +230,8 @@ class Supervisor:
     # the unit's life
 
     def run(self) -> None:
+        import ctypes
+
         ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
         signal.signal(signal.SIGTERM, self.want_stop)
         self.unit.run.mkdir(parents=True, exist_ok=True)
@@ -362,6 +368,8 @@ class Usage(Exception):
 
 
 def spawn(unit: Unit) -> None:
+    import subprocess
+
     unit.run.mkdir(parents=True, exist_ok=True)
     argv = [sys.executable, "-I", "-S", __file__, "supervise", str(unit.root), unit.name]
     unit.update(ActiveState="activating", SubState="start-pre", Job=1, Result="success", NRestarts=0)
@@ -439,6 +447,8 @@ def show(units: list[Unit], wanted: list[str], value_only: bool) -> None:
 
 
 def list_units(root: Path, patterns: list[str], flags: dict[str, str]) -> None:
+    import fnmatch
+
     names = {path.name for path in (root / "run").glob("*")} if (root / "run").exists() else set()
     names |= {path.name[:-5] for path in root.glob("*.json") if "@." not in path.name and ".override" not in path.name}
     rows = []

@@ -173,7 +173,8 @@ class Engine(SimEngine):
         return store.read_json(store.state_dir(self.name) / "lease.json")
 
     def active(self) -> str:
-        return self.host.systemd.show(self.unit)["ActiveState"]
+        path = self.host.systemd.units / "run" / self.unit / "state.json"
+        return json.loads(path.read_text())["ActiveState"] if path.exists() else "inactive"
 
     def busy(self) -> int:
         """Requests that it really has."""
@@ -266,7 +267,7 @@ class World:
         for path, text in files.items():
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_text(text)
-        simulator = {"version": version, "state": engine.state_dir, "fault": fault}
+        simulator = {"version": version, "state": engine.state_dir, "fault": fault, "speed": 1000}
         if self.gpus:
             simulator["ledger"] = self.gpu.ledger.path
         record = root / f"var/lib/vllm/{name}/ready.json"
@@ -373,11 +374,11 @@ class World:
 
     def start(self) -> None:
         """Everything serves."""
-        if self.gate:
-            self.gate.start()
         for engine in self.engines.values():
             started = self.systemd.ctl("start", engine.unit)
             assert started.returncode == 0, started.stderr + self.systemd.journal(engine.unit)
+        if self.gate:
+            self.gate.start()  # after the engines, so that its first look finds them up
         for name in self.engines if self.gate else ():
             wait_for(lambda name=name: self._is_ready(name), "the gate's first 200")
 

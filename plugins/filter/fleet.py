@@ -15,7 +15,7 @@ STATUS = "%-16s %-12s %-10s %8s %7s %-10s %-28s %s"
 def vllm_gates(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) -> dict[str, str]:
     """HOST/ENGINE -> URL of its gate, for every engine that the inventory declares on these hosts."""
     gates = {}
-    for host in hosts:
+    for host in sorted(hosts):  # from a set operation, in no order
         values = hostvars[host]
         address = values.get("vllm_gate_address") or values.get("ansible_host") or host
         if address in ("0.0.0.0", "::"):  # noqa: S104 - the default: listens on all, so ask the host's own address

@@ -23,5 +23,5 @@ def _all_serve(fleet):
         assert fleet.lease(host) is None
     yield
     for host in fleet.engines:
-        fleet.wait(f"{host} serves after this test", lambda host=host: fleet.ready(host) == 200)
+        fleet.wait(f"{host} serves after this test", lambda host=host: fleet.ready(host) == 200, 60)
         assert fleet.lease(host) is None

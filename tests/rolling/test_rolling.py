@@ -29,6 +29,11 @@ def judge_four(runs):
     assert runs[2]["actions"] == runs[3]["actions"] == []
 
 
+def prove_again(fleet, host):
+    """preflight takes the proof away, as before a start; the engine never stopped, so it can be proved again."""
+    fleet.ssh(host, "MAINPID=$(systemctl show --value -p MainPID vllm-engine@chat) vllm-lifecycle ready chat")
+
+
 def test_the_states_of_vllm_drain_four_times_each(fleet):
     runs = four_runs(fleet, "e1", "vllm_drain", engine="chat", timeout=60)
     judge_four(runs)
@@ -187,19 +192,17 @@ def test_preflight_says_what_is_wrong_before_the_engine_starts(fleet, breaks, me
     fleet.ssh("e1", "cp -a /etc/vllm/engines/chat.yaml /root/chat.yaml; " + breaks)
     said = fleet.ssh("e1", "vllm-lifecycle preflight chat 2>&1; echo exit $?")
     fleet.ssh("e1", mends)
+    prove_again(fleet, "e1")
     assert "engine 'chat' on e1, as user vllm: " + says in said
     assert "exit 2" in said
-    fleet.ssh("e1", "rm -f /run/none; true")
-    # preflight takes the proof away, as before a start; the engine never stopped, so prove it again
-    fleet.ssh("e1", "MAINPID=$(systemctl show --value -p MainPID vllm-engine@chat) vllm-lifecycle ready chat")
 
 
 def test_preflight_names_who_holds_the_socket(fleet):
     said = fleet.ssh("e1", "vllm-lifecycle preflight chat 2>&1; echo exit $?")
+    prove_again(fleet, "e1")
     assert f"process {fleet.main_pid('e1')} (" in said
     assert "already listens on /run/vllm/chat/engine.sock" in said
     assert "exit 5" in said
-    fleet.ssh("e1", "MAINPID=$(systemctl show --value -p MainPID vllm-engine@chat) vllm-lifecycle ready chat")
 
 
 def test_too_few_others_serving_refuses_the_drain(fleet):
@@ -265,6 +268,7 @@ def test_a_killed_play_is_picked_up_by_the_next(fleet):
     roll = fleet.begin("rolling_restart.yml")
     fleet.wait("e1 is drained", lambda: fleet.ready("e1") == 503, 60)
     roll.send_signal(signal.SIGKILL)
+    roll.stdout.close()
     roll.wait()
     fleet.wait("e1 has a lease", lambda: fleet.lease("e1") is not None, 30)
     # the module on the host may go on by itself for a moment; the next run waits for its lock

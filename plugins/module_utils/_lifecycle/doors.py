@@ -37,7 +37,7 @@ try:
     if not isinstance(value, dict):
         raise ValueError("it holds no mapping")
 except Exception as exc:
-    sys.exit(f"config file {config}: {exc}")
+    sys.exit(f"config file {config}: " + " ".join(str(exc).split()))
 if os.path.isabs(model):
     try:
         names = sorted(os.listdir(model))

@@ -289,7 +289,7 @@ class Supervisor:
             self.result = "signal" if code < 0 else "exit-code"
         how = {"EXIT_CODE": "exited", "EXIT_STATUS": str(code)} if code is not None and code >= 0 else {}
         if code is not None and code < 0:
-            how = {"EXIT_CODE": "killed", "EXIT_STATUS": signal.Signals(-code).name[3:]}
+            how = {"EXIT_CODE": "killed", "EXIT_STATUS": signal.Signals(abs(code)).name[3:]}
         status = {"ExecMainCode": 1 if code is None or code >= 0 else 2, "ExecMainStatus": abs(code or 0)}
         self.unit.update(
             SubState="stop-post", MainPID=0, ExecMainExitTimestampMonotonic=now(), Result=self.result, **status

@@ -279,7 +279,7 @@ def test_a_killed_play_is_picked_up_by_the_next(fleet):
 def test_a_reboot_drains_and_comes_back(fleet):
     stream = Stream(fleet.gate("e3"), LONG)
     stream.first.wait(30)
-    fleet.ssh("e3", "systemctl poweroff", check=False)
+    fleet.ssh("e3", "nohup sh -c 'sleep 1; systemctl poweroff' > /dev/null 2>&1 &")
     assert stream.whole(), stream
     fleet.wait("e3 is off", lambda: fleet.ready("e3") == 0, 60)
     fleet.boot("e3")

@@ -107,8 +107,9 @@ def known_engines() -> list[str]:
 def load(engine: str) -> EngineConfig:
     """The declared engine.
 
-    :raises UsageError: no such engine (names the known ones), or its file is not what the roles write.
+    :raises UsageError: not root, no such engine (names the known ones), or its file is not what the roles write.
     """
+    store.require_root()
     path = store.config_dir() / f"{engine}.json"
     value = store.read_json(path) if NAME.fullmatch(engine) else None
     if value is None:

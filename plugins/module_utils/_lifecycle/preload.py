@@ -72,8 +72,9 @@ def known_daemons() -> list[str]:
 def load(daemon: str) -> PreloadConfig:
     """The declared daemon.
 
-    :raises UsageError: no such daemon (names the known ones), or its file is not what the roles write.
+    :raises UsageError: not root, no such daemon (names the known ones), or its file is not what the roles write.
     """
+    store.require_root()
     path = config_dir() / f"{daemon}.json"
     value = store.read_json(path) if config.NAME.fullmatch(daemon) else None
     if value is None:

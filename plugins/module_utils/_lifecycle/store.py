@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import tempfile
 import typing as t
 from pathlib import Path
@@ -19,6 +20,17 @@ ROOT_VARIABLE = "VLLM_LIFECYCLE_ROOT"
 
 def root() -> Path:
     return Path(os.environ.get(ROOT_VARIABLE, "/"))
+
+
+def require_root() -> None:
+    """
+    :raises UsageError: not root. Sockets of gate and engine, and our state files, are root's.
+    """
+    if os.geteuid() != 0 and ROOT_VARIABLE not in os.environ:
+        raise UsageError(
+            f"host {socket.gethostname()}: engines are seen and changed as root only, this runs as user id {os.geteuid()}",
+            next_step="use become: true, or sudo",
+        )
 
 
 def config_dir() -> Path:

@@ -43,6 +43,15 @@ def test_an_unknown_engine(run_module, module, options):
     assert "site.yml" in result["next_step"]
 
 
+@pytest.mark.parametrize(("module", "options"), [*CHANGES, (vllm_info, {})])
+def test_without_root(run_module, monkeypatch, module, options):
+    monkeypatch.delenv(store.ROOT_VARIABLE)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    result = run_module(module.main, engine="chat", **options)
+    assert f"host {HOST}: engines are seen and changed as root only, this runs as user id 1000" in result["msg"]
+    assert result["next_step"] == "use become: true, or sudo"
+
+
 @pytest.mark.parametrize(("module", "options"), CHANGES)
 @pytest.mark.parametrize(
     ("wrong", "says"),

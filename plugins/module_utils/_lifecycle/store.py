@@ -28,7 +28,8 @@ def require_root() -> None:
     """
     if os.geteuid() != 0 and ROOT_VARIABLE not in os.environ:
         raise UsageError(
-            f"host {socket.gethostname()}: engines are seen and changed as root only, this runs as user id {os.geteuid()}",
+            f"host {socket.gethostname()}: engines are seen and changed as root only, this runs as user id "
+            f"{os.geteuid()}",
             next_step="use become: true, or sudo",
         )
 

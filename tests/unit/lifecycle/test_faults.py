@@ -308,7 +308,7 @@ def test_a_change_never_believes_the_fault(world, monkeypatch, case):
 def test_requests_that_a_drain_cuts_are_counted(world):
     host = world(gate=True)
     host.chat.set_fault("slow_tokens", 5)
-    streams = [host.chat.open_stream(1000) for _ in range(3)]
+    streams = [host.chat.open_stream(1000) for _unused in range(3)]
     wait_for(lambda: host.chat.busy() == 3, "the streams to be seen")
     result = host.done(vllm_drain, timeout=1, mode="abort")
     assert result["requests_cut"] == 3
@@ -387,7 +387,7 @@ def test_a_residue_that_grows_fails_at_the_limit_that_was_set(world):
 def test_a_sleep_that_freed_nothing_is_not_there_when_it_is_asked_for_again(world):
     host = world(gpus=1)
     host.chat.set_fault("sleep_frees_nothing")
-    for _ in range(2):
+    for _unused in range(2):
         assert "freed nothing" in host.run(vllm_sleep)["msg"]
     host.chat.clear_faults()
     assert host.done(vllm_sleep)["changed"]
@@ -528,7 +528,7 @@ STARTS = [
     ("error_completions=503", {}, "answered HTTP 503"),
     ("health_503", {"start_timeout": 3}, "/health is not 200"),
 ]
-COVERED.update(fault.partition("=")[0] for fault, _, _ in STARTS)
+COVERED.update(fault.partition("=")[0] for fault, _unused, _unused in STARTS)
 
 
 @pytest.mark.parametrize(

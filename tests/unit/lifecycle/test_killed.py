@@ -37,7 +37,6 @@ class Change(t.NamedTuple):
     call: tuple[t.Any, dict]
     steps: list[str]
     then: dict
-    doors: bool = False
 
 
 DRAIN = (vllm_drain, {})
@@ -69,10 +68,10 @@ CHANGES = {
     "wake": Change([SLEEP_1], (vllm_wake, {}), ["lease", "wake", "reset_cache", *BACK], SERVING),
     "wake from level 2": Change([SLEEP_2], (vllm_wake, {}), ["lease", *STAGED, *BACK], SERVING),
     "wake of the KV cache": Change([SLEEP_KV], (vllm_wake, {}), ["lease", "wake", "reset_cache", *BACK], SERVING),
-    "stop": Change([], STOP, [*OUT, "stop"], {"unit": "inactive", "ready": False, "lease": OWNER, "used": [0]}, True),
-    "start": Change([STOP], (vllm_engine, {"state": "started"}), ["lease", "start", *BACK], SERVING, True),
+    "stop": Change([], STOP, [*OUT, "stop"], {"unit": "inactive", "ready": False, "lease": OWNER, "used": [0]}),
+    "start": Change([STOP], (vllm_engine, {"state": "started"}), ["lease", "start", *BACK], SERVING),
     "restart": Change(
-        [], (vllm_engine, {"state": "restarted", "run": "roll-7"}), [*OUT, "stop", "start", *BACK], SERVING, True
+        [], (vllm_engine, {"state": "restarted", "run": "roll-7"}), [*OUT, "stop", "start", *BACK], SERVING
     ),
 }
 # In the middle of a step: the method after whose call the process dies.
@@ -146,7 +145,7 @@ def serves(seen: dict) -> bool:
 
 
 def prepare(world, change: Change):
-    host = world(gate=True, gpus=1, doors=change.doors)
+    host = world(gate=True, gpus=1)
     host.weights = host.chat.seen()["weights"]
     for module, options in change.way:
         host.done(module, **options)

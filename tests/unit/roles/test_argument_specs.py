@@ -34,7 +34,7 @@ def computed(role: Path, options: dict) -> set[str]:
     found = {
         name
         for name, value in defaults.items()
-        if "{{" in str(value) and options[name]["type"] not in ("str", "list") or "default" not in options[name]
+        if ("{{" in str(value) and options[name]["type"] not in ("str", "list")) or "default" not in options[name]
     }
     for name in found:
         assert "{{" in str(defaults[name]), f"{name}: a plain default belongs into the specification"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import typing as t
 from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
 
 from .deadline import Deadline
 from .errors import LifecycleError, Refused, UsageError
@@ -29,10 +30,18 @@ def ask(url: str) -> str:
     return "" if status == 200 else f"/ready is {status}"
 
 
+def _is_url(value: t.Any) -> bool:
+    try:
+        parts = urlsplit(value)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except (ValueError, AttributeError, TypeError):
+        return False
+
+
 def await_serving(endpoints: dict[str, str], min_serving: int, timeout: float) -> dict[str, t.Any]:
     """Wait until enough gates are ready.
 
-    :raises UsageError: more are wanted than there are.
+    :raises UsageError: more are wanted than there are, or an endpoint is no URL.
     :raises Refused: too few at the deadline; names those that do not serve.
     """
     if not 0 <= min_serving <= len(endpoints):
@@ -40,6 +49,9 @@ def await_serving(endpoints: dict[str, str], min_serving: int, timeout: float) -
             f"min_serving is {min_serving}, yet {len(endpoints)} engine(s) are left to serve",
             next_step="lower min_serving, or the batch",
         )
+    for name, url in endpoints.items():
+        if not _is_url(url):
+            raise UsageError(f"endpoint {name} is {url!r}, which is no URL", next_step="use http://ADDRESS:PORT")
     deadline = Deadline(timeout)
     while True:
         with ThreadPoolExecutor(max_workers=WORKERS) as pool:

@@ -58,13 +58,18 @@ class EngineConfig:
         return store.state_dir(self.engine)
 
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "float": (int, float),
-    "int": (int,),
-    "list[str]": (list,),
-    "list[dict[str, int]]": (list,),
-}
+_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "float": (int, float), "int": (int,), "bool": (bool,)}
+
+
+def fits(value: t.Any, annotation: str) -> bool:
+    """Whether a value from a JSON file is what a dataclass says of it: the types above, lists and objects of them."""
+    if annotation == "t.Any":
+        return True
+    if annotation.startswith("list["):
+        return isinstance(value, list) and all(fits(item, annotation[5:-1]) for item in value)
+    if annotation.startswith("dict[str, "):
+        return isinstance(value, dict) and all(fits(item, annotation[10:-1]) for item in value.values())
+    return isinstance(value, _TYPES[annotation]) and (annotation == "bool" or not isinstance(value, bool))
 
 
 def build(cls: type, value: t.Any, where: str) -> t.Any:
@@ -81,11 +86,7 @@ def build(cls: type, value: t.Any, where: str) -> t.Any:
         )
     fields = cls.__dataclass_fields__  # type: ignore[attr-defined]
     known = {name: value[name] for name in fields if name in value}
-    wrong = [
-        name
-        for name, item in known.items()
-        if name != "gate" and (isinstance(item, bool) or not isinstance(item, _TYPES[str(fields[name].type)]))
-    ]
+    wrong = [name for name, item in known.items() if name != "gate" and not fits(item, str(fields[name].type))]
     if isinstance(value.get("gate"), dict):
         known["gate"] = build(GateConfig, value["gate"], f"{where}, key gate")
     elif value.get("gate") is not None:

@@ -247,7 +247,7 @@ class Engine:
             completion = Completion(
                 str(choice["finish_reason"]), int(value["usage"]["completion_tokens"]), str(choice["text"]), list(ids)
             )
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as exc:
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError) as exc:
             raise Surprise(f"{answer.url} answered 200 without a completion: {answer.text[:120]!r}") from exc
         return completion
 

@@ -46,7 +46,7 @@ class Answer(t.NamedTuple):
             raise Answered(self.url, self.status, self.text)
         try:
             value = json.loads(self.text)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
             raise Surprise(f"{self.url} answered HTTP {self.status} with no JSON object: {self.text[:120]!r}")

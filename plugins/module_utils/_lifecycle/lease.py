@@ -18,7 +18,7 @@ import typing as t
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 
-from . import store
+from . import config, store
 from .deadline import Deadline
 from .errors import Refused, UsageError
 
@@ -66,13 +66,12 @@ def read(engine: str) -> Lease | None:
     value = store.read_json(path)
     if value is None:
         return None
-    names = Lease.__dataclass_fields__
     try:
-        lease = Lease(**{name: value[name] for name in names})
-        float(lease.since), float(lease.expires), lease.timings()
-    except (KeyError, TypeError, ValueError) as exc:
+        lease = t.cast(Lease, config.build(Lease, value, str(path)))
+        lease.timings()
+    except (UsageError, KeyError, TypeError) as exc:
         raise UsageError(
-            f"{path} is no lease ({exc!r})", next_step=f"look at {path}; remove it when nobody works on '{engine}'"
+            f"{path} is no lease ({exc})", next_step=f"look at {path}; remove it when nobody works on '{engine}'"
         ) from exc
     return lease
 
@@ -163,9 +162,9 @@ def sleep_record(engine: str) -> SleepRecord | None:
     if value is None:
         return None
     try:
-        return SleepRecord(**{name: value[name] for name in SleepRecord.__dataclass_fields__})
-    except KeyError as exc:
-        raise UsageError(f"{path} lacks {exc}", next_step="restart the engine with vllm_engine") from exc
+        return t.cast(SleepRecord, config.build(SleepRecord, value, str(path)))
+    except UsageError as exc:
+        raise UsageError(str(exc), next_step="restart the engine with vllm_engine") from exc
 
 
 def write_sleep_record(engine: str, value: SleepRecord | None) -> None:

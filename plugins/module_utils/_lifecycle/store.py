@@ -85,7 +85,7 @@ def read_json(path: Path) -> dict[str, t.Any] | None:
         raise UsageError(f"{path} cannot be read: {exc}", next_step="run as root, or repair the file") from exc
     try:
         value = json.loads(text)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise UsageError(f"{path} holds no JSON: {exc}", next_step=f"look at {path} and remove or repair it") from exc
     if not isinstance(value, dict):
         raise UsageError(f"{path} holds no JSON object", next_step=f"look at {path} and remove or repair it")

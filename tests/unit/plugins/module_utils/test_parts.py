@@ -256,6 +256,12 @@ def test_capacity_that_does_not_come_is_refused_with_names(gates):
     assert caught.value.details["serving"] == ["a", "c"]
 
 
+@pytest.mark.parametrize("url", ["gpu1:8001", "http://", "http://[::", "http://gpu1:port", "ftp://gpu1:21", 8001, None])
+def test_capacity_of_what_is_no_url_fails_at_once(url):
+    with pytest.raises(UsageError, match=r"endpoint gpu1/chat is .* which is no URL"):
+        capacity.await_serving({"gpu1/chat": url}, 1, timeout=60)
+
+
 def test_capacity_above_what_there_is_fails_at_once(gates):
     begun = time.monotonic()
     with pytest.raises(UsageError, match="min_serving is 4, yet 3"):

@@ -427,7 +427,7 @@ def test_an_engine_that_dies_in_its_sleep_is_not_asleep_any_more(world):
     host = world(gpus=1)
     host.chat.set_fault("dies_after_sleep", 1.5)
     host.done(vllm_sleep)
-    wait_for(lambda: host.chat.active() != "active", "the unit to notice")
+    wait_for(lambda: host.chat.active() in ("inactive", "failed"), "the unit to have ended")
     seen = host.info()
     assert seen["state"] in ("stopped", "failed")
     assert seen["sleep"] is None, "the record is of a process that has ended"
@@ -661,13 +661,13 @@ ABSENT = {"daemon": "base", "state": "absent"}
 @pytest.mark.parametrize(
     ("fault", "timeout", "says"),
     [
-        ("daemon_crash=0.3", 60, "did not start|ended before it was ready|is (unknown|failed|absent): "),
+        ("daemon_crash=0", 60, "did not start|ended before it was ready"),
         ("daemon_never_ready", 3, "is unusable after 3 s: health is 503"),
     ],
 )
 def test_a_daemon_that_does_not_get_ready(world, fault, timeout, says):
     host = world(gpus=1, start=False)
-    host.daemon(fault=[fault])
+    host.daemon(fault=[fault], load_time=0.6)
     result = host.run(vllm_preload, **READY, timeout=timeout)
     assert re.search(says, result["msg"]), result["msg"]
 

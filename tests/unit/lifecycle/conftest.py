@@ -18,7 +18,8 @@ def builder(monkeypatch):
     """`build(gate=True, gpus=1, fault=["sleep_noop"])` is a host whose engine ``chat`` serves.
 
     With ``doors`` (True, or some of them by name) the unit calls the product's command; ``declared`` changes the
-    engine's declaration, ``unit`` its unit; other keywords are options of `vllm serve`.
+    engine's declaration, ``unit`` its unit; ``spread`` gives each engine a GPU of its own; other keywords are options
+    of `vllm serve`.
     """
     built = []
 
@@ -35,13 +36,14 @@ def builder(monkeypatch):
         declared=None,
         unit=None,
         start=True,
+        spread=False,
         **options,
     ):
         root = Path(tempfile.mkdtemp(prefix="w", dir="/tmp"))  # short: a socket's path has 107 characters at most
         host = worlds.World(root, gate, gpus, tuple(engines), total)
         built.append(host)
         worlds.use(monkeypatch, host)
-        for engine in host.engines.values():
+        for index, engine in enumerate(host.engines.values()):
             host.declare(
                 engine,
                 version=version,
@@ -50,6 +52,7 @@ def builder(monkeypatch):
                 fault=list(fault),
                 declared=declared or {},
                 unit=unit or {},
+                uuids=host.gpu.uuids[index : index + 1] if spread else host.gpu.uuids,
                 **options,
             )
         if start:

@@ -77,7 +77,6 @@ CASES = [
         *STOP,
         {"unit": "inactive", "ready": False, "admission": "closed", "lease": OWNER, "used": [0]},
         "stopped",
-        True,
     ),
     Case(
         "stopped from sleep",
@@ -85,10 +84,9 @@ CASES = [
         *STOP,
         {"unit": "inactive", "ready": False, "lease": OWNER, "used": [0]},
         "stopped",
-        True,
     ),
-    Case("started", [STOP], vllm_engine, {"state": "started"}, SERVING, "serving", True),
-    Case("restarted", [], vllm_engine, {"state": "restarted", "run": "roll-7"}, SERVING, "serving", True),
+    Case("started", [STOP], vllm_engine, {"state": "started"}, SERVING, "serving"),
+    Case("restarted", [], vllm_engine, {"state": "restarted", "run": "roll-7"}, SERVING, "serving", doors=True),
     Case(
         "restarted while drained on purpose",
         [DRAIN],
@@ -96,7 +94,6 @@ CASES = [
         {"state": "restarted", "run": "roll-7"},
         {**OUT, "paused": False, "used": [AWAKE_MIB]},
         "withdrawn",
-        True,
     ),
 ]
 

@@ -9,15 +9,11 @@ lease, and the second call ends where an undisturbed one does.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
-import traceback
 import typing as t
 
 import pytest
-from ansible.module_utils import basic
 
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.engine import Engine
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.gate import Gate
@@ -93,50 +89,22 @@ MIDDLE = [
 ]
 
 
-def die(*_arguments) -> t.NoReturn:
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("unreachable")
-
-
-def in_a_child(work) -> int:
-    """The wait status of a child that does this."""
-    child = os.fork()
-    if not child:
-        try:
-            work()
-        except SystemExit as ended:
-            os._exit(int(ended.code or 0))
-        except BaseException:  # noqa: BLE001 - the child must not go on with the tests
-            traceback.print_exc(file=sys.__stderr__)
-        finally:
-            os._exit(99)
-    return os.waitpid(child, 0)[1]
-
-
-def start_module(module, **options) -> None:
-    """`main()` with these options; it prints nothing."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    basic._ANSIBLE_ARGS = json.dumps({"ANSIBLE_MODULE_ARGS": options}).encode()
-    basic._ANSIBLE_PROFILE = "legacy"
-    module.main()
-
-
 def kill_after(host, owner, method: str, call) -> None:
     """Call the module in a process that dies right after that method of the library has returned."""
 
-    def work():
+    def spoil():
         before = getattr(owner, method)
 
         def deadly(*arguments, **keywords):
             before(*arguments, **keywords)
-            die()
+            os.kill(os.getpid(), signal.SIGKILL)
 
         setattr(owner, method, deadly)
-        module, options = call
-        start_module(module, engine="chat", lease={"owner": OWNER}, timeout=120, **options)
 
-    status = in_a_child(work)
-    assert os.WIFSIGNALED(status), f"the module ended with status {status:#x}, before {method} was called"
+    module, options = call
+    running = host.begin(module, spoil, **options)
+    status = running.wait()
+    assert os.WIFSIGNALED(status), f"it ended before {method} was called: {running.output.read_text()}"
     assert os.WTERMSIG(status) == signal.SIGKILL
 
 

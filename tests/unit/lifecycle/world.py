@@ -22,11 +22,13 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import jinja2
 import pynvml
 import yaml
+from ansible.module_utils import basic
 
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import cli, config, observe, store, transition
 from ansible_collections.baremetal.vllm.plugins.modules import vllm_info
@@ -218,6 +220,22 @@ class Engine(SimEngine):
         }
 
 
+class Running:
+    """A module in a process of its own."""
+
+    def __init__(self, pid: int, output: Path) -> None:
+        self.pid = pid
+        self.output = output
+
+    def wait(self) -> int:
+        """How it ended, as os.waitpid says it."""
+        return os.waitpid(self.pid, 0)[1]
+
+    def result(self) -> dict:
+        self.wait()
+        return json.loads(self.output.read_text())
+
+
 class World:
     """A host. ``chat`` is its first engine; ``run`` calls a module on it."""
 
@@ -260,6 +278,7 @@ class World:
         fault: list[str],
         declared: dict,
         unit: dict,
+        uuids: list[str],
         **options,
     ) -> None:
         """The files that the roles write. ``doors``, or those of it that are named, are the product's command."""
@@ -275,14 +294,16 @@ class World:
         files = {
             f"etc/vllm/engines/{name}.yaml": yaml.safe_dump(names),
             f"etc/vllm/engines/{name}.env": f"VLLM_SERVER_DEV_MODE={int(dev_mode)}\n",
-            f"etc/vllm/lifecycle/{name}.json": json.dumps(self._declaration(engine, runtime, version) | declared),
+            f"etc/vllm/lifecycle/{name}.json": json.dumps(
+                self._declaration(engine, runtime, version, uuids) | declared
+            ),
         }
         for path, text in files.items():
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_text(text)
         simulator = {"version": version, "state": engine.state_dir, "fault": fault, "speed": 1000}
         if self.gpus:
-            simulator["ledger"] = self.gpu.ledger.path
+            simulator.update(ledger=self.gpu.ledger.path, gpu=uuids)
         record = root / f"var/lib/vllm/{name}/ready.json"
         at_gate = [self.gate.maps / f"{name}.map", self.gate.master] if self.gate else ["", ""]
 
@@ -320,7 +341,7 @@ class World:
             **{"TimeoutStopSec": 60, **commands, **unit},
         )
 
-    def _declaration(self, engine: Engine, runtime: Path, version: str) -> dict:
+    def _declaration(self, engine: Engine, runtime: Path, version: str, uuids: list[str]) -> dict:
         name = engine.name
         gate = self.gate and {
             "master_socket": str(self.gate.master),
@@ -341,7 +362,7 @@ class World:
             "runtime_version": version,
             "model": f"{self.root}/srv/models/tiny",
             "served_model_name": "tiny",
-            "gpus": self.gpu.uuids,
+            "gpus": uuids,
             "gate": gate,
             "router_detection": 0.05,
             "drain_timeout": 60,
@@ -370,6 +391,7 @@ class World:
         self.systemd.add(
             f"vllm-preload@{name}.service",
             ExecStart=[sys.executable, "-I", "-S", str(HERE / "daemon.py"), *words],
+            KillMode="mixed",
             SuccessExitStatus=[241],
             TimeoutStopSec=60,
         )
@@ -418,6 +440,29 @@ class World:
         result = self.run(module, **options)
         assert not result.get("failed"), result["msg"]
         return result
+
+    def begin(self, module, spoil=None, **options) -> Running:
+        """The same in a process of its own, which does not wait. ``spoil`` is called there before the module."""
+        given = {"timeout": 120, "lease": {"owner": OWNER}, **options}
+        if not {"engine", "engines"} & set(options):
+            given["engine"] = self.chat.name
+        output = self.root / f"output{time.monotonic_ns()}"
+        child = os.fork()
+        if not child:
+            try:
+                os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 1)
+                basic._ANSIBLE_ARGS = json.dumps({"ANSIBLE_MODULE_ARGS": given}).encode()
+                basic._ANSIBLE_PROFILE = "legacy"
+                if spoil:
+                    spoil()
+                module.main()
+            except SystemExit:
+                pass
+            except BaseException:  # noqa: BLE001 - whatever happens, the child must not go on with the tests
+                traceback.print_exc(file=sys.__stderr__)
+            finally:
+                os._exit(0)
+        return Running(child, output)
 
     def info(self, name: str = "") -> dict:
         """What the product sees of an engine."""

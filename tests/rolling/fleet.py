@@ -90,7 +90,9 @@ class Fleet:
         ]
 
     def _environment(self) -> dict[str, str]:
-        return {**os.environ, "ANSIBLE_CONFIG": str(CHECKOUT / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"}
+        # A user's environment: what molecule sets for its own plays does not reach ours.
+        own = {name: value for name, value in os.environ.items() if not name.startswith("ANSIBLE_")}
+        return {**own, "ANSIBLE_CONFIG": str(CHECKOUT / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"}
 
     def play(self, name: str, *arguments: str, rc: int | None = 0, **variables) -> str:
         done = self.begin(name, *arguments, **variables)

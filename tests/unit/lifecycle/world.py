@@ -454,7 +454,7 @@ class World:
         child = os.fork()
         if not child:
             try:
-                os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 1)
+                sys.stdout = output.open("w")
                 basic._ANSIBLE_ARGS = json.dumps({"ANSIBLE_MODULE_ARGS": given}).encode()
                 basic._ANSIBLE_PROFILE = "legacy"
                 if spoil:
@@ -465,6 +465,7 @@ class World:
             except BaseException:  # noqa: BLE001 - whatever happens, the child must not go on with the tests
                 traceback.print_exc(file=sys.__stderr__)
             finally:
+                sys.stdout.flush()
                 os._exit(0)
         return Running(child, output)
 

@@ -53,13 +53,13 @@ def test_0_is_done_and_the_result_is_the_modules_own(world, command):
     assert json.loads(out)["actions"] == host.run(vllm_drain, check_mode=True)["actions"]
     code, out, err = call(command, "drained", "--reason", "a fan")
     assert (code, err) == (0, "")
-    *told, _ = out.partition("{")[0].splitlines(), ""
+    *told, _unused = out.partition("{")[0].splitlines(), ""
     result = json.loads(out[out.index("{") :])
     assert told[0] == result["actions"], "it says each step when it begins"
     assert result["after"]["state"] == "drained"
     assert host.chat.seen()["paused"]
     assert host.chat.lease()["reason"] == "a fan"
-    code, out, _ = command("info")
+    code, out, _unused = command("info")
     assert code == 0
     assert {name: seen["state"] for name, seen in json.loads(out).items()} == {"chat": "drained"}
     assert not host.done(vllm_drain)["changed"], "the module finds done what the command did"
@@ -102,7 +102,7 @@ def test_a_failure_has_its_code_and_the_modules_message(world, command, code, fa
 )
 def test_2_is_bad_usage(world, command, words):
     world(start=False)
-    code, _, err = command(*words)
+    code, _unused, err = command(*words)
     assert code == 2
     assert "usage: vllm-lifecycle" in err
 
@@ -161,7 +161,7 @@ def test_a_drain_gives_up_at_its_own_time_out(world, command, monkeypatch):
     host.chat.set_fault("slow_tokens", 5)
     host.chat.open_stream(1000)
     wait_for(host.chat.busy, "the stream to be seen")
-    code, _, err = command("drain", "chat")
+    code, _unused, err = command("drain", "chat")
     assert code == 4
     assert "still has 1 running and 0 waiting request(s)" in err
     assert host.gate.stored("chat") == {"admission": "open", "proved": "0"}, "the play's word is left alone"
@@ -172,13 +172,13 @@ def test_a_drain_without_anybody_to_drain(world, command, monkeypatch):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     monkeypatch.setenv("MAINPID", str(ended.pid))
-    code, out, _ = command("drain", "chat")
+    code, out, _unused = command("drain", "chat")
     assert code == 0
     assert "its main process has ended already" in out
     assert host.gate.stored("chat")["proved"] == "0"
     monkeypatch.setenv("MAINPID", str(os.getpid()))
     host.chat.set_fault("http_reset")
-    code, _, err = command("drain", "chat")
+    code, _unused, err = command("drain", "chat")
     assert code == 1
     assert "the unit is stopped without a drain" in err
 
@@ -188,7 +188,7 @@ def test_a_drain_without_its_gate_goes_by_the_engines_own_gauges(world, command,
     host = world(gate=True, declared={"drain_timeout": 2})
     host.gate.close()
     monkeypatch.setenv("MAINPID", str(host.chat.truth()["pid"]))
-    code, out, _ = command("drain", "chat")
+    code, out, _unused = command("drain", "chat")
     assert code == 0
     assert "the engine's own gauges decide" in out
     assert host.gate.stored("chat")["proved"] == "0", "the gate reads it when it starts"
@@ -202,7 +202,7 @@ def test_ready_watches_the_main_process(world, command, monkeypatch):
     short = subprocess.Popen(["sleep", "0.5"])
     monkeypatch.setenv("MAINPID", str(short.pid))
     begun = time.monotonic()
-    code, _, err = command("ready", "chat")
+    code, _unused, err = command("ready", "chat")
     short.wait()
     assert code == 1
     assert f"its main process {short.pid} died before it was ready" in err
@@ -241,7 +241,7 @@ def test_preflight_refuses_a_socket_on_which_somebody_listens(bare, command):
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(bare.chat.socket))
         other.listen()
-        code, _, err = command("preflight", "chat")
+        code, _unused, err = command("preflight", "chat")
     assert code == 5
     assert f"process {os.getpid()} (" in err
     assert "already listens on" in err
@@ -264,7 +264,7 @@ BROKEN = [
 @pytest.mark.parametrize(("spoil", "says"), BROKEN, ids=lambda value: value if isinstance(value, str) else "")
 def test_preflight_names_what_would_show_after_minutes(bare, command, spoil, says):
     spoil(bare.root)
-    code, _, err = command("preflight", "chat")
+    code, _unused, err = command("preflight", "chat")
     assert code == 2
     assert says in err
     assert "Next: " in err
@@ -281,7 +281,7 @@ def test_preflight_reads_the_model_as_the_service_user(world, command):
     (host.root / "opt/vllm/engines/chat/bin/python").write_text(script)
     assert command("preflight", "chat") == (0, "", "")
     (host.root / "srv/models/tiny/model.safetensors").chmod(0o600)
-    code, _, err = command("preflight", "chat")
+    code, _unused, err = command("preflight", "chat")
     assert code == 2
     assert f"as user {nobody}: model file {host.root}/srv/models/tiny/model.safetensors: Permission denied" in err
 

@@ -162,7 +162,7 @@ class Raw:
 
     def serve(self) -> None:
         while True:
-            client, _ = self.listener.accept()
+            client, _unused = self.listener.accept()
             with client, contextlib.suppress(OSError):
                 client.settimeout(5)
                 if not (asked := client.recv(65536)):

@@ -69,7 +69,7 @@ def test_two_calls_on_one_engine(world, first, second):
     )
     if first == second:
         assert sorted(one["changed"] for one in results) == [False, True]
-        assert len([path for _, path in changes(host.chat) if "/sleep?" in path]) == 1
+        assert len([path for _unused, path in changes(host.chat) if "/sleep?" in path]) == 1
 
 
 def test_two_engines_of_one_gpu_sleep_and_wake_one_after_the_other(world):
@@ -110,7 +110,7 @@ def test_engines_of_two_gpus_do_not_wait_for_each_other(world):
         engine.set_fault("sleep_slow", 3)
     running = [host.begin(vllm_sleep, engine=name) for name in host.engines]
     assert not [one for one in running if one.result().get("failed")]
-    (first, _), (second, _) = [one for one in changes(*host.engines.values()) if "/sleep" in one[1]]
+    (first, _unused), (second, _unused) = [one for one in changes(*host.engines.values()) if "/sleep" in one[1]]
     assert second - first < 3
     assert [host.gpu.used(index) for index in range(2)] == [RESIDUE_MIB, RESIDUE_MIB]
 
@@ -121,7 +121,7 @@ def test_two_engines_of_one_gpu_start_one_after_the_other(world):
     result = host.done(vllm_engine, engines=["chat", "code"], state="started")
     assert {one["after"]["state"] for one in result["engines"].values()} == {"serving"}
     shown = [host.systemd.show(engine.unit) for engine in host.engines.values()]
-    (_, ready), (begun, _) = sorted(
+    (_unused, ready), (begun, _unused) = sorted(
         (int(one["ExecMainStartTimestampMonotonic"]), int(one["ActiveEnterTimestampMonotonic"])) for one in shown
     )
     assert begun > ready, "the second began when the first was ready"

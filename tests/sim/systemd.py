@@ -114,9 +114,17 @@ class Unit:
             if name := stamp.get(changed["ActiveState"]):
                 changed[f"{name}TimestampMonotonic"] = now()
         found.update({key: str(value) for key, value in changed.items()})
+        self.write(path, json.dumps(found))
+        self.write(self.run / "show", self.shown())  # bin/systemctl reads it without starting Python
+
+    @staticmethod
+    def write(path: Path, text: str) -> None:
         part = path.with_suffix(".new")
-        part.write_text(json.dumps(found))
+        part.write_text(text)
         part.replace(path)
+
+    def shown(self) -> str:
+        return "".join(f"{key}={value}\n" for key, value in self.state().items())
 
     def supervisor(self) -> int:
         """Its pid; 0 when none runs."""

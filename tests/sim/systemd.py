@@ -91,40 +91,37 @@ class Unit:
         path = self.root / f"{self.name}.override.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
+    def written(self) -> dict[str, str]:
+        """The properties as the last update left them; bin/systemctl prints them without starting Python."""
+        path = self.run / "state"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return dict(line.partition("=")[::2] for line in lines)
+
     def state(self) -> dict[str, str]:
-        path = self.run / "state.json"
-        found = {**DEFAULTS, "Id": self.name, **(json.loads(path.read_text()) if path.exists() else {})}
+        found = {**DEFAULTS, "Id": self.name, **self.written()}
         if not self.exists():
             return {**found, "LoadState": "not-found", "UnitFileState": ""}
         loaded = self.load()
         for key in ("Description", "KillMode", "Restart", "MemoryMax", "UnitFileState"):
-            found[key] = str(loaded.get(key, found[key]))
+            found[key] = str(loaded.get(key, DEFAULTS[key]))
+        found["LoadState"] = "loaded"
         found["FragmentPath"] = str(self.file)
-        if (path.parent / "enabled").exists():
-            found["UnitFileState"] = (path.parent / "enabled").read_text()
+        if (self.run / "enabled").exists():
+            found["UnitFileState"] = (self.run / "enabled").read_text()
         return found
 
     def update(self, **changed: t.Any) -> None:
         self.run.mkdir(parents=True, exist_ok=True)
-        path = self.run / "state.json"
-        found = json.loads(path.read_text()) if path.exists() else {}
-        if "ActiveState" in changed and changed["ActiveState"] != found.get("ActiveState", "inactive"):
+        found = self.state()
+        if "ActiveState" in changed and changed["ActiveState"] != found["ActiveState"]:
             changed["StateChangeTimestampMonotonic"] = now()
             stamp = {"active": "ActiveEnter", "inactive": "InactiveEnter", "failed": "InactiveEnter"}
             if name := stamp.get(changed["ActiveState"]):
                 changed[f"{name}TimestampMonotonic"] = now()
         found.update({key: str(value) for key, value in changed.items()})
-        self.write(path, json.dumps(found))
-        self.write(self.run / "show", self.shown())  # bin/systemctl reads it without starting Python
-
-    @staticmethod
-    def write(path: Path, text: str) -> None:
-        part = path.with_suffix(".new")
-        part.write_text(text)
-        part.replace(path)
-
-    def shown(self) -> str:
-        return "".join(f"{key}={value}\n" for key, value in self.state().items())
+        part = self.run / "state.new"
+        part.write_text("".join(f"{key}={value}\n" for key, value in found.items()))
+        part.replace(self.run / "state")
 
     def supervisor(self) -> int:
         """Its pid; 0 when none runs."""

@@ -42,6 +42,7 @@ from ansible_collections.baremetal.vllm.tests.sim.harness import (
     command_line,
     nvml_library,
 )
+from ansible_collections.baremetal.vllm.tests.sim.systemd import Unit
 
 GATE_ROLE = HERE.parents[1] / "roles/vllm_gate"
 HAPROXY = shutil.which("haproxy", path=os.environ["PATH"] + ":/usr/sbin")
@@ -189,8 +190,8 @@ class Engine(SimEngine):
         return store.read_json(store.state_dir(self.name) / "lease.json")
 
     def active(self) -> str:
-        path = self.host.systemd.units / "run" / self.unit / "state.json"
-        return json.loads(path.read_text())["ActiveState"] if path.exists() else "inactive"
+        written = Unit(self.host.systemd.units, self.unit).written()
+        return written.get("ActiveState", "inactive")
 
     def busy(self) -> int:
         """Requests that it really has."""
@@ -428,7 +429,10 @@ class World:
             wait_for(lambda name=name: self._is_ready(name), "the gate's first 200")
 
     def _is_ready(self, name: str) -> bool:
+        """The worker answers, and the master too, which at first refuses for a moment."""
         try:
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(str(self.gate.master))
             return self.gate.ready(name) == 200
         except OSError:
             return False

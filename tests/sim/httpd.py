@@ -87,8 +87,8 @@ class Server:
         try:
             request = Request(method, target, headers, body, gone)
             self.faults.read()
-            if await self.fault_before(request, writer):
-                return False
+            if (name := self.before(request)) is not None:
+                return await self.fault_before(name, request, writer)
             reply = await self.handler(request)
             if isinstance(reply, Stream):
                 return await self.send_stream(reply, writer)
@@ -104,8 +104,11 @@ class Server:
             await asyncio.sleep(0.02)
         gone.set()
 
-    async def fault_before(self, request: Request, writer: asyncio.StreamWriter) -> bool:
-        name = next((name for name in FAULTS_BEFORE if self.faults.on_path(name, request.path)), None)
+    def before(self, request: Request) -> str | None:
+        return next((name for name in FAULTS_BEFORE if self.faults.on_path(name, request.path)), None)
+
+    async def fault_before(self, name: str, request: Request, writer: asyncio.StreamWriter) -> bool:
+        """Instead of an answer; False when the connection is to be closed."""
         if name == "http_garbage":
             writer.write(b"\x15\x03\x01\x00\x02\x02\x16 this is no HTTP\r\n")
         elif name == "http_hang":
@@ -115,7 +118,8 @@ class Server:
             detail = {500: "Internal Server Error", 404: "Not Found"}[status]
             content = {"detail": detail} if status == 404 else _error(detail)
             await self.write(writer, answer(content, status))
-        return name is not None
+            return True
+        return False
 
     async def send(self, request: Request, reply: Response, writer: asyncio.StreamWriter) -> bool:
         slow = self.faults.get("http_slow")

@@ -61,7 +61,11 @@ class Client:
             raise MissingLibrary("httpx", HTTPX_IMPORT_ERROR)
         self._label = f"{uds}:" if uds else base
         # Without TLS no certificates are read, which would take more time than all questions to an engine.
-        transport = httpx.HTTPTransport(uds=uds, retries=0, verify=base.startswith("https:"))
+        # Each exchange has its own connection: one kept from an earlier exchange may be closed by its server (vLLM does
+        # so after 5 s) just as the next request is sent, and would pass for an engine that drops requests.
+        transport = httpx.HTTPTransport(
+            uds=uds, retries=0, verify=base.startswith("https:"), limits=httpx.Limits(max_keepalive_connections=0)
+        )
         self._client = httpx.Client(transport=transport, base_url=base, trust_env=False, headers=headers)
 
     def close(self) -> None:

@@ -76,6 +76,7 @@ def run_change(module: AnsibleModule, state: str) -> t.NoReturn:
         kv_only=params.get("kv_only", False),
         deepen=params.get("deepen", True),
         max_resident_mib=params.get("max_resident_mib"),
+        tags=tuple(params.get("tags") or ()),
     )
     _refuse_bad_numbers(module)
     try:

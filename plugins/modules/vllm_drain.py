@@ -45,8 +45,11 @@ options:
       - What happens to requests that are still in flight at the time-out.
       - V(wait) fails and leaves them running, with the engine withdrawn.
       - V(abort) cuts them and counts them in RV(requests_cut).
+      - V(keep) freezes them and counts them in RV(requests_kept). They go on after O(state=serving), if their clients
+        and the time-outs on the way have so much patience. Such an engine is V(draining) and paused, not V(drained); a
+        stop or a sleep lets them finish first.
     type: str
-    choices: [wait, abort]
+    choices: [wait, abort, keep]
     default: wait
 seealso:
   - module: baremetal.vllm.vllm_engine
@@ -115,6 +118,10 @@ requests_cut:
   description: Requests that O(mode=abort) cut.
   returned: when requests were cut
   type: int
+requests_kept:
+  description: Requests that O(mode=keep) froze.
+  returned: when requests were frozen
+  type: int
 out_of_service:
   description:
     - What the released lease had held, since when (seconds since the epoch), for how many seconds, with the seconds of
@@ -142,7 +149,7 @@ def main() -> None:
         argument_spec={
             **CHANGE,
             "state": {"type": "str", "choices": ["drained", "serving"], "default": "drained"},
-            "mode": {"type": "str", "choices": ["wait", "abort"], "default": "wait"},
+            "mode": {"type": "str", "choices": ["wait", "abort", "keep"], "default": "wait"},
         },
         supports_check_mode=True,
         **ONE_OR_MORE,

@@ -57,8 +57,10 @@ options:
       - What happens to requests that are still in flight at the time-out.
       - V(wait) fails and leaves them running, with the engine withdrawn.
       - V(abort) cuts them and counts them in RV(requests_cut).
+      - V(keep) freezes them and counts them in RV(requests_kept), until the engine is awake again. Only O(level=0)
+        leaves them the KV cache that they need; other levels are refused.
     type: str
-    choices: [wait, abort]
+    choices: [wait, abort, keep]
     default: wait
 seealso:
   - module: baremetal.vllm.vllm_wake
@@ -119,6 +121,10 @@ requests_cut:
   description: Requests that O(mode=abort) cut.
   returned: when requests were cut
   type: int
+requests_kept:
+  description: Requests that O(mode=keep) froze.
+  returned: when requests were frozen
+  type: int
 freed_mib:
   description: MiB that the engine gave back, by GPU UUID. Empty where no GPU can be seen, and then nothing is proved.
   returned: when the engine was put to sleep
@@ -157,7 +163,7 @@ def main() -> None:
             "kv_only": {"type": "bool", "default": False},
             "deepen": {"type": "bool", "default": True},
             "max_resident_mib": {"type": "int"},
-            "mode": {"type": "str", "choices": ["wait", "abort"], "default": "wait"},
+            "mode": {"type": "str", "choices": ["wait", "abort", "keep"], "default": "wait"},
         },
         supports_check_mode=True,
         **ONE_OR_MORE,

@@ -30,6 +30,15 @@ attributes:
     support: full
   idempotent:
     support: full
+options:
+  tags:
+    description:
+      - The parts to wake, instead of all. V(weights) alone leaves an engine that is V(waking), out of rotation and
+        without its KV cache, so that weights can be prepared while another engine still uses that memory.
+      - V(kv_cache) is refused before the weights are awake. An engine whose KV cache alone was freed needs only it.
+    type: list
+    elements: str
+    choices: [weights, kv_cache]
 seealso:
   - module: baremetal.vllm.vllm_sleep
   - module: baremetal.vllm.vllm_drain
@@ -106,7 +115,10 @@ from ansible_collections.baremetal.vllm.plugins.module_utils._glue import CHANGE
 
 def main() -> None:
     module = AnsibleModule(
-        argument_spec=CHANGE,
+        argument_spec={
+            **CHANGE,
+            "tags": {"type": "list", "elements": "str", "choices": ["weights", "kv_cache"]},
+        },
         supports_check_mode=True,
         **ONE_OR_MORE,
     )

@@ -41,7 +41,10 @@ def _parser() -> argparse.ArgumentParser:
     change_parser.add_argument("engine")
     change_parser.add_argument("state", choices=WANTED)
     change_parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS")
-    change_parser.add_argument("--mode", choices=["wait", "abort"], default="wait")
+    change_parser.add_argument(
+        "--mode", choices=["wait", "abort", "keep"], default="wait", help="what becomes of requests at the time-out"
+    )
+    change_parser.add_argument("--tags", nargs="+", choices=["weights", "kv_cache"], default=[], help="of awake")
     change_parser.add_argument(
         "--owner", default=f"operator-{os.environ.get('SUDO_USER') or os.environ.get('USER', '')}"
     )
@@ -84,6 +87,7 @@ def _run(arguments: argparse.Namespace) -> None:
             force=arguments.force,
             level=arguments.level,
             kv_only=arguments.kv_only,
+            tags=tuple(arguments.tags),
         )
         outcome = change(engine, wish, check=arguments.check, report=_report)
         _report(json.dumps(outcome.asdict(), indent=1, default=str))

@@ -16,7 +16,7 @@ import time
 import typing as t
 from pathlib import Path
 
-from . import gpu, lease, process, store
+from . import claim, gpu, lease, process, store
 from .config import EngineConfig
 from .deadline import Deadline
 from .engine import Engine
@@ -86,6 +86,7 @@ def preflight(config: EngineConfig, report: Report) -> None:
         )
     _probe_as_user(config, python)
     _free_socket(config)
+    claim.begin(config, os.environ.get("INVOCATION_ID", ""), Deadline(config.start_timeout), report)
 
 
 def _probe_as_user(config: EngineConfig, python: Path) -> None:
@@ -199,6 +200,7 @@ def ready(config: EngineConfig, report: Report, main_pid: int) -> None:
             "runtime_version": config.runtime_version,
         },
     )
+    claim.end(config)
     _tell_gate(config, "1", report)
     report(f"{config.engine}: ready after {boot:.1f} s, warmed in {warm:.1f} s")
 
@@ -307,6 +309,7 @@ def settle(config: EngineConfig, report: Report) -> None:
     while True:
         holders = _holders(config)
         if not holders:
+            claim.end(config)
             return
         if not deadline.rest(0.5):
             raise Refused(

@@ -181,18 +181,20 @@ class Engine:
         return parse_metrics(answer.text)
 
     def pause(self, mode: str, timeout: float) -> None:
-        """Stop taking requests. ``wait`` returns when the running ones have finished, ``abort`` cuts them."""
+        """Stop taking requests. ``wait`` returns when the running ones have finished, ``abort`` cuts them, ``keep``
+        freezes them until /resume.
+        """
         self._post("/pause", timeout=timeout, params={"mode": mode})
 
     def resume(self, timeout: float) -> None:
         self._post("/resume", timeout=timeout)
 
-    def sleep(self, level: int, timeout: float) -> None:
-        """Fall asleep, after running requests have finished. Nothing in the answer proves that it happened.
+    def sleep(self, level: int, timeout: float, mode: str = "wait") -> None:
+        """Fall asleep, with ``wait`` after running requests have finished. Nothing in the answer proves that it did.
 
         The level travels in the query: a JSON body is ignored, and the engine would sleep at level 1.
         """
-        self._post("/sleep", timeout=timeout, params={"level": level, "mode": "wait"})
+        self._post("/sleep", timeout=timeout, params={"level": level, "mode": mode})
 
     def release_kv_cache(self, timeout: float) -> None:
         """Free the KV cache of an engine that sleeps at level 0; the weights stay."""

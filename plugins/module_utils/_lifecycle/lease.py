@@ -180,9 +180,20 @@ def record(engine: str, file: str, value: dict[str, t.Any]) -> None:
     store.write_json(store.state_dir(engine) / file, {"schema": 1, "at": round(time.time(), 3), **value})
 
 
+def holder(name: str) -> str:
+    """On whose behalf a lock that was found taken is held: an engine's name, or words for one that did not say."""
+    try:
+        value = json.loads((store.lock_dir() / f"{name}.lock").read_text(encoding="utf-8"))
+        return str(value["engine"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "(unknown)"
+
+
 @contextmanager
-def locked(name: str, deadline: Deadline) -> t.Iterator[None]:
+def locked(name: str, deadline: Deadline, engine: str = "") -> t.Iterator[None]:
     """One actor per engine (or GPU): held by the process, so the kernel frees it whatever ends the process.
+
+    ``engine`` says on whose behalf a GPU is held.
 
     :raises Refused: another process still holds it at the deadline; names that process.
     """
@@ -206,6 +217,6 @@ def locked(name: str, deadline: Deadline) -> t.Iterator[None]:
                 ) from None
         stream.seek(0)
         stream.truncate()
-        stream.write(json.dumps({"pid": os.getpid(), "since": round(time.time(), 1)}))
+        stream.write(json.dumps({"pid": os.getpid(), "since": round(time.time(), 1), "engine": engine or name}))
         stream.flush()
         yield

@@ -291,7 +291,8 @@ def _derive_awake(api: ApiState, gate: GateState | None) -> tuple[str, int | Non
     out = gate is not None and gate.admission != "open"
     if api.paused or out:
         if busy:
-            return "draining", None, [*reasons, f"{busy} request(s) left"]
+            frozen = ", frozen while the engine is paused" if api.paused else ""
+            return "draining", None, [*reasons, f"{busy} request(s) left{frozen}"]
         closed = gate is None or gate.admission == "closed"
         return ("drained" if locked and closed and api.in_flight is not None else "withdrawn"), None, reasons
     if gate is not None and not gate.ready:

@@ -46,7 +46,10 @@ AWAKE = ("serving", "withdrawn", "draining", "drained")
 
 
 class Options(t.NamedTuple):
-    """What a caller may choose. ``lease_against`` is the owner of someone else's valid lease, if any."""
+    """What a caller may choose. ``lease_against`` is the owner of someone else's valid lease, if any.
+
+    ``keep`` freezes requests that a drain's time-out finds; ``tags`` are the parts that a wake brings back, () for all.
+    """
 
     lease_against: str = ""
     owner: str = ""
@@ -55,6 +58,8 @@ class Options(t.NamedTuple):
     level: int = 1
     kv_only: bool = False
     deepen: bool = True
+    keep: bool = False
+    tags: tuple[str, ...] = ()
 
 
 def plan(wanted: str, now: Observation, options: Options) -> list[Step]:
@@ -135,12 +140,27 @@ def _out(now: Observation, wanted: str) -> list[Step]:
     return steps
 
 
+def _closed(now: Observation) -> list[Step]:
+    return [CLOSE] if now.has_gate and _admission(now) != "closed" else []
+
+
+def _is_frozen(now: Observation) -> bool:
+    """Out of rotation and paused in the middle of requests, which go on when it is resumed."""
+    return now.state == "draining" and bool(now.paused) and _admission(now) != "open"
+
+
 def _drained(now: Observation, options: Options) -> list[Step]:
     if now.state in ("stopped", "failed", "asleep", "drained"):
-        close = [CLOSE] if now.has_gate and _admission(now) != "closed" else []
-        return [*_lease(now, options, "drained"), *close]
+        return [*_lease(now, options, "drained"), *_closed(now)]
     if now.state not in AWAKE:
         _refuse(now, "drained", f"wait until it has settled, or stop it with vllm_engine (journalctl -u {_unit(now)})")
+    if options.keep and _is_frozen(now):
+        return [*_lease(now, options, "drained"), *_closed(now)]
+    if options.keep and not (now.api and now.api.dev_mode):
+        raise Refused(
+            f"engine '{now.engine}' on {now.host} has no development endpoints, so it cannot freeze its requests",
+            next_step="use mode wait, or set dev_mode: true for it and restart it",
+        )
     pause = [PAUSE] if now.api and now.api.dev_mode else []
     return [*_lease(now, options, "drained"), *_out(now, "drained"), *pause]
 
@@ -187,6 +207,12 @@ def _restarted(now: Observation, options: Options) -> list[Step]:
 
 def _asleep(now: Observation, options: Options) -> list[Step]:
     level = 0 if options.kv_only else options.level
+    if options.keep and (level or options.kv_only):
+        raise Refused(
+            f"engine '{now.engine}' on {now.host} cannot keep requests over this sleep: it gives up the KV cache that "
+            "they need",
+            next_step="use level 0 to keep them, or mode wait or abort",
+        )
     if now.state in ("asleep", "waking"):
         kv_only = now.sleep is not None and now.sleep.kv_only
         there = now.state == "asleep" and now.level == level and (level != 0 or kv_only == options.kv_only)
@@ -206,26 +232,44 @@ def _asleep(now: Observation, options: Options) -> list[Step]:
             f"engine '{now.engine}' on {now.host} has no development endpoints, so it cannot sleep",
             next_step="set dev_mode: true (VLLM_SERVER_DEV_MODE=1) and enable-sleep-mode for it, and restart it",
         )
+    if options.keep and _is_frozen(now):
+        return [*_lease(now, options, "asleep"), *_closed(now), SLEEP]
     # A paused engine's sleep is what is wanted as well: the drain's second lock falls away with it.
     return [*_lease(now, options, "asleep"), *([] if now.state == "drained" else _out(now, "asleep")), SLEEP]
 
 
 def _awake(now: Observation, options: Options) -> list[Step]:
     if now.state in ("asleep", "waking"):
-        return [*_lease(now, options, "awake"), *_rouse(now), *_back(now)]
+        steps = [*_lease(now, options, "awake"), *_rouse(now, options.tags)]
+        # The KV cache comes last: without it the engine is not awake as a whole.
+        return steps if options.tags and "kv_cache" not in options.tags else [*steps, *_back(now)]
     if now.state in AWAKE:
         # Not asleep. A drain is someone's wish, and a wake must not undo it; a half-done wake of ours is finished.
         return _finish(now, options) if now.lease is not None and now.lease.purpose == "awake" else []
     _refuse(now, "awake", "start or restart it with vllm_engine")
 
 
-def _rouse(now: Observation) -> list[Step]:
+def _rouse(now: Observation, tags: tuple[str, ...] = ()) -> list[Step]:
     """Awake with the right weights. After level 2 they are gone: staged, and from where a killed run left off."""
-    if now.level != 2:
-        return [WAKE] if _keeps_kv(now) else [WAKE, RESET_CACHE]
     done = now.sleep.awake if now.sleep else []
-    staged = [(WAKE_WEIGHTS, "weights"), (RELOAD, "reloaded"), (WAKE_KV, "kv_cache"), (RESET_CACHE, "cache_reset")]
-    return [step for step, part in staged if part not in done]
+    if now.level == 0:
+        whole = [WAKE] if _keeps_kv(now) else [WAKE, RESET_CACHE]
+        return whole if not tags or "kv_cache" in tags else []  # its weights have never slept
+    if now.level == 1 and not done and not tags:
+        return [WAKE, RESET_CACHE]
+    if tags == ("kv_cache",) and not {"weights", "reloaded"} & set(done):
+        _refuse(now, "awake", "wake its weights first, or all of it at once")
+    staged = [
+        (WAKE_WEIGHTS, "weights", "weights"),
+        (RELOAD, "weights", "reloaded"),
+        (WAKE_KV, "kv_cache", "kv_cache"),
+        (RESET_CACHE, "kv_cache", "cache_reset"),
+    ]
+    return [
+        step
+        for step, tag, part in staged
+        if part not in done and (not tags or tag in tags) and (step is not RELOAD or now.level == 2)
+    ]
 
 
 def _keeps_kv(now: Observation) -> bool:
@@ -292,6 +336,8 @@ def predict(now: Observation, steps: list[Step], options: Options) -> dict[str, 
         after.update(
             state="withdrawn" if after["admission"] not in ("open", None) else "serving", level=None, paused=False
         )
+    elif WAKE_WEIGHTS in steps or RELOAD in steps:
+        after["state"] = "waking"
     if STOP in steps:
         after.update(state="stopped", level=None, paused=None, proved=False if after["proved"] is not None else None)
     if START in steps:

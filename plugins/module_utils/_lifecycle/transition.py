@@ -11,7 +11,7 @@ import typing as t
 from contextlib import ExitStack
 from dataclasses import replace
 
-from . import gpu, lease
+from . import claim, gpu, lease
 from .config import EngineConfig
 from .deadline import Deadline
 from .engine import Engine, Metrics
@@ -36,7 +36,11 @@ Report = t.Callable[[str], None]
 
 
 class Wish(t.NamedTuple):
-    """What a caller wants of one engine. ``mode`` says what a drain does at its time-out: fail, or cut and count."""
+    """What a caller wants of one engine.
+
+    ``mode`` says what a drain does with the requests that it finds at its time-out: ``wait`` fails and lets them run,
+    ``abort`` cuts and counts them, ``keep`` freezes and counts them.
+    """
 
     state: str
     lease: LeaseRequest
@@ -47,6 +51,7 @@ class Wish(t.NamedTuple):
     kv_only: bool = False
     deepen: bool = True
     max_resident_mib: int | None = None
+    tags: tuple[str, ...] = ()
 
 
 class Outcome(t.NamedTuple):
@@ -87,7 +92,8 @@ def change(config: EngineConfig, wish: Wish, *, check: bool = False, report: Rep
         # Two engines of one GPU would measure, free and take each other's memory. In one order, so that none waits in
         # a circle.
         for uuid in sorted(config.gpus) if wish.state in MOVES_MEMORY else ():
-            locks.enter_context(lease.locked(f"gpu-{uuid}", deadline))
+            locks.enter_context(lease.locked(f"gpu-{uuid}", deadline, config.engine))
+            claim.await_starts(uuid, config.engine, deadline, report)
         return Transition(config, wish, deadline, report).run()
 
 
@@ -102,6 +108,8 @@ def _plan(now: Observation, wish: Wish) -> tuple[list[Step], Options]:
         level=wish.level,
         kv_only=wish.kv_only,
         deepen=wish.deepen,
+        keep=wish.mode == "keep",
+        tags=wish.tags,
     )
     return plan(wish.state, now, options), options
 
@@ -134,6 +142,8 @@ class Transition:
                 self._perform(step)
             after = observe(self.config) if steps else before
             expected = predict(before, steps, options)
+            if "requests_kept" in self.extra and expected["state"] == "drained":
+                expected["state"] = "draining"  # a prediction cannot know that the time-out comes first
             if after.summary() != expected:
                 differs = {
                     key: {"expected": expected[key], "found": value}
@@ -262,11 +272,16 @@ class Transition:
         try:
             self._quiet(deadline)
         except DeadlineExceeded:
-            if self.wish.mode != "abort":
+            if self.wish.mode == "wait":
                 raise
-            self._abort()
+            if self.wish.mode == "abort":
+                self._abort()
+            else:
+                self._freeze()
 
     def _await_closed(self) -> None:
+        if "requests_kept" in self.extra:
+            return
         # Nothing can come in any more: what a last request started gets the same patience as the others had.
         self._await_idle()
 
@@ -327,7 +342,30 @@ class Transition:
         self.engine.resume(CALL_TIMEOUT)
         self._quiet(Deadline(ABORT_TIMEOUT))
 
+    def _freeze(self) -> None:
+        """Keep what is left as it is until /resume, which the caller chose, and see that no token comes any more."""
+        self.engine.pause("keep", ABORT_TIMEOUT)
+        self.changed = True
+        deadline = Deadline(ABORT_TIMEOUT)
+        tokens: int | None = None
+        still = 0
+        while still < QUIET_READINGS:
+            metrics = self.engine.metrics(CALL_TIMEOUT)
+            still = still + 1 if metrics.tokens is not None and metrics.tokens == tokens else 0
+            tokens = metrics.tokens
+            if still < QUIET_READINGS and not deadline.rest(QUIET_INTERVAL):
+                raise Surprise(
+                    f"engine '{self.config.engine}' on {socket.gethostname()} answered 200 to a pause that keeps its "
+                    f"requests, and whether they stand still cannot be seen (tokens so far: {tokens})",
+                    next_step="put it back with vllm_drain state=serving, or use mode wait",
+                )
+        kept = sum(_counts(metrics, self.config.engine))
+        self.extra["requests_kept"] = kept
+        self.actions.append(f"{self.config.engine}: froze {kept} request(s) after {self.deadline.seconds:g} s")
+
     def _pause(self) -> None:
+        if "requests_kept" in self.extra:
+            return
         self.engine.pause("wait", max(CALL_TIMEOUT, self.deadline.left))
         metrics = self.engine.metrics(CALL_TIMEOUT)
         running, waiting = _counts(metrics, self.config.engine)
@@ -377,7 +415,8 @@ class Transition:
         before = self._gpu_mib()
         # Before the call: if this run is killed now, the next one knows that the weights may be gone.
         lease.write_sleep_record(self.config.engine, SleepRecord(pid, level, self.wish.kv_only))
-        self._settle_call(lambda left: self.engine.sleep(level, left), "sleep")
+        mode = "keep" if self.wish.mode == "keep" else "wait"
+        self._settle_call(lambda left: self.engine.sleep(level, left, mode), "sleep")
         if self.wish.kv_only:
             self._settle_call(self.engine.release_kv_cache, "release of the KV cache")
         after = self._gpu_mib()

@@ -25,6 +25,7 @@ _PROPERTIES = (
     "NeedDaemonReload",
     "UnitFileState",
     "Job",
+    "InvocationID",
 )
 # Where the hierarchy with systemd's groups is mounted: cgroup v2, hybrid, v1.
 _HIERARCHIES = ("sys/fs/cgroup", "sys/fs/cgroup/unified", "sys/fs/cgroup/systemd")
@@ -46,6 +47,7 @@ class UnitState:
     need_daemon_reload: bool
     enabled: str
     job: str
+    invocation: str = ""
     pids: list[int] = field(default_factory=list)
 
 
@@ -96,6 +98,7 @@ class Unit:
                 need_daemon_reload=values.get("NeedDaemonReload") == "yes",
                 enabled=values.get("UnitFileState", ""),
                 job=values.get("Job", ""),
+                invocation=values.get("InvocationID", ""),
                 pids=group_pids(values.get("ControlGroup", "")),
             )
         except (KeyError, ValueError) as exc:

@@ -72,6 +72,30 @@ CASES = [
     Case("wake from 0", [(vllm_sleep, {"level": 0})], vllm_wake, {}, SERVING, "serving"),
     Case("wake of the KV cache", [(vllm_sleep, {"kv_only": True})], vllm_wake, {}, SERVING, "serving"),
     Case(
+        "wake of the weights from 1",
+        [SLEEP_1],
+        vllm_wake,
+        {"tags": ["weights"]},
+        {**OUT, "asleep": "kv_cache", "used": [KV_FREED]},
+        "waking",
+    ),
+    Case(
+        "wake of the weights from 2",
+        [SLEEP_2],
+        vllm_wake,
+        {"tags": ["weights"]},
+        {**OUT, "asleep": "kv_cache", "used": [KV_FREED]},
+        "waking",
+    ),
+    Case(
+        "wake of the rest",
+        [SLEEP_2, (vllm_wake, {"tags": ["weights"]})],
+        vllm_wake,
+        {"tags": ["kv_cache"]},
+        SERVING,
+        "serving",
+    ),
+    Case(
         "stopped",
         [],
         *STOP,
@@ -198,6 +222,49 @@ def test_older_versions_go_the_same_ways(world, version):
         assert host.done(module, **options)["after"]["state"] == state
     assert host.chat.seen()["weights"] == weights
     assert host.info()["api"]["version"] == version
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "state", "back"),
+    [
+        (vllm_drain, {}, "draining", (vllm_drain, {"state": "serving"})),
+        (vllm_sleep, {"level": 0}, "asleep", (vllm_wake, {})),
+    ],
+    ids=["drain", "sleep"],
+)
+def test_requests_that_are_kept_go_on_afterwards(world, module, options, state, back):
+    host = world(gate=True, token_rate=100)
+    keep = {"mode": "keep", "timeout": 0.3, **options}
+    with host.gate.client("chat", tokens=400) as stream:
+        stream.first()
+        predicted = host.done(module, check_mode=True, **keep)
+        assert predicted["changed"] and host.chat.mutations() == []
+        real = host.done(module, **keep)
+        assert real["requests_kept"] == 1
+        assert real["after"]["state"] == state
+        assert "chat: froze 1 request(s) after 0.3 s" in real["actions"]
+        frozen = host.chat.truth()
+        assert frozen["cores"][0]["pause"] == "all" and host.chat.busy() == 1
+        assert host.chat.lease()["owner"] == OWNER
+        assert (host.gate.ready("chat"), host.gate.stored("chat")["admission"]) == (503, "closed")
+        host.chat.forget_requests()
+        for check_mode in (False, True):
+            again = host.done(module, check_mode=check_mode, **keep)
+            assert (again["changed"], again["actions"]) == (False, [])
+        assert cost(host) == []
+        assert host.chat.busy() == 1
+        assert host.done(back[0], **back[1])["after"]["state"] == "serving"
+        assert stream.rest() == (400, "length")
+    assert host.gate.ready("chat") == 200
+
+
+def test_kept_requests_finish_before_a_stop(world):
+    host = world(gate=True, token_rate=100)
+    with host.gate.client("chat", tokens=200) as stream:
+        stream.first()
+        host.done(vllm_drain, mode="keep", timeout=0.3)
+        assert host.done(vllm_engine, state="stopped")["after"]["state"] == "stopped"
+        assert stream.rest() == (200, "length")
 
 
 def test_without_development_endpoints_the_closed_gate_is_the_lock(world):

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -120,11 +121,74 @@ def test_two_engines_of_one_gpu_start_one_after_the_other(world):
     host = world(gpus=1, engines=("chat", "code"), start=False, start_delay=0.5, **SHARE)
     result = host.done(vllm_engine, engines=["chat", "code"], state="started")
     assert {one["after"]["state"] for one in result["engines"].values()} == {"serving"}
+    (_unused, ready), (begun, _unused) = started(host)
+    assert begun > ready, "the second began when the first was ready"
+
+
+def started(host) -> list[tuple[int, int]]:
+    """When each engine's process began and when it was ready, in order of time."""
     shown = [host.systemd.show(engine.unit) for engine in host.engines.values()]
-    (_unused, ready), (begun, _unused) = sorted(
+    return sorted(
         (int(one["ExecMainStartTimestampMonotonic"]), int(one["ActiveEnterTimestampMonotonic"])) for one in shown
     )
+
+
+def test_two_engines_of_one_gpu_that_systemd_starts_at_once(world):
+    """As at boot: nobody holds a lock for them."""
+    host = world(gpus=1, engines=("chat", "code"), start=False, start_delay=0.5, doors=True, **SHARE)
+    for engine in host.engines.values():
+        assert host.systemd.ctl("start", "--no-block", engine.unit).returncode == 0
+    for engine in host.engines.values():
+        wait_for(lambda engine=engine: engine.active() == "active", f"{engine.name} is active")
+    (_unused, ready), (begun, _unused) = started(host)
     assert begun > ready, "the second began when the first was ready"
+    journals = [host.systemd.journal(engine.unit) for engine in host.engines.values()]
+    assert sum("waits for engine" in journal for journal in journals) == 1
+
+
+def test_a_sleep_waits_for_a_neighbours_start_that_systemd_makes(world):
+    host = world(gpus=1, engines=("chat", "code"), start_delay=1, doors=True, **SHARE)
+    chat, code = host.engines.values()
+    assert host.systemd.ctl("stop", code.unit).returncode == 0
+    assert host.systemd.ctl("start", "--no-block", code.unit).returncode == 0
+    ticket = host.root / f"run/vllm-lifecycle/gpu-{host.gpu.uuids[0]}.start"
+    wait_for(ticket.exists, "the start of code")
+    result = host.done(vllm_sleep)
+    assert code.active() == "active", "it has waited"
+    assert list(result["resident_mib"].values()) == [RESIDUE]
+    assert not ticket.exists()
+    # The other way round: a start waits for a sleep that is under way.
+    host.done(vllm_wake)
+    chat.set_fault("sleep_slow", 2)
+    assert host.systemd.ctl("stop", code.unit).returncode == 0
+    running = host.begin(vllm_sleep)
+    wait_for(lambda: any("/sleep" in path for path in chat.mutations()), "the sleep")
+    assert host.systemd.ctl("start", code.unit).returncode == 0
+    assert "code: waits for engine chat" in host.systemd.journal(code.unit)
+    assert running.result()["after"]["state"] == "asleep"
+
+
+def test_a_ticket_of_a_start_that_is_over_stops_nobody(world):
+    host = world(gpus=1, engines=("chat", "code"), **SHARE)
+    ticket = host.root / f"run/vllm-lifecycle/gpu-{host.gpu.uuids[0]}.start"
+    ticket.parent.mkdir(parents=True, exist_ok=True)
+    for engine, unit in (("code", host.engines["code"].unit), ("gone", "vllm-engine@gone.service")):
+        ticket.write_text(json.dumps({"engine": engine, "unit": unit, "invocation": "0123"}))
+        host.done(vllm_sleep)
+        host.done(vllm_wake)
+
+
+def test_who_waits_for_a_start_too_long_is_told_whose(world):
+    host = world(gpus=1, engines=("chat", "code"), start_delay=1, doors=True, **SHARE)
+    code = host.engines["code"]
+    code.set_fault("start_hang")
+    assert host.systemd.ctl("stop", code.unit).returncode == 0
+    assert host.systemd.ctl("start", "--no-block", code.unit).returncode == 0
+    ticket = host.root / f"run/vllm-lifecycle/gpu-{host.gpu.uuids[0]}.start"
+    wait_for(ticket.exists, "the start of code")
+    result = host.run(vllm_sleep, timeout=0.5)
+    assert "waited 0.5 s for engine 'code', which is still being changed on GPU-" in result["msg"]
+    assert host.chat.mutations() == []
 
 
 def test_who_waits_too_long_is_told_who_is_at_work(world):

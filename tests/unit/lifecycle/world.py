@@ -99,6 +99,31 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
+class Stream:
+    """What a client gets of a streamed completion."""
+
+    def __init__(self, response: http.client.HTTPResponse) -> None:
+        self.response = response
+        self.choices: list[dict] = []
+
+    def _next(self) -> bool:
+        while (line := self.response.readline()) and not line.startswith(b"data: [DONE]"):
+            if line.startswith(b"data: "):
+                self.choices += json.loads(line[6:])["choices"]
+                return True
+        return False
+
+    def first(self) -> None:
+        """Wait until it has begun."""
+        assert self._next()
+
+    def rest(self) -> tuple[int, str]:
+        """How many tokens came in all, and why it ended."""
+        while self._next():
+            pass
+        return sum(1 for choice in self.choices if choice["text"]), self.choices[-1]["finish_reason"]
+
+
 class Gate:
     """The gate as its role writes it."""
 
@@ -167,6 +192,14 @@ class Gate:
                 + body
             )
             yield client.recv(65536)
+
+    @contextlib.contextmanager
+    def client(self, name: str, tokens: int):
+        """A streaming client that reads to the end."""
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.ports[name], timeout=60)) as connection:
+            body = {"prompt": "a long story", "max_tokens": tokens, "stream": True, "ignore_eos": True}
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            yield Stream(connection.getresponse())
 
     def stored(self, name: str) -> dict[str, str]:
         return dict(line.split() for line in (self.maps / f"{name}.map").read_text().splitlines())

@@ -294,6 +294,80 @@ def test_sleep_is_refused_without_development_endpoints():
         plan("asleep", observation(api=api_state(dev_mode=False)), OPTIONS)
 
 
+KEEP = Options(owner=OURS, keep=True)
+FROZEN = observation(gate=gate_state("closed", sessions=2), api=api_state(paused=True, running=2), held=AFTER_DRAIN)
+
+
+def test_frozen_requests_stay_as_they_are_until_someone_wants_more():
+    assert FROZEN.state == "draining"
+    assert plan("drained", FROZEN, KEEP) == []
+    killed = dataclasses.replace(FROZEN, gate=gate_state("withdrawn", sessions=2))
+    assert names(plan("drained", killed, KEEP)) == ["close"]
+    assert names(plan("drained", FROZEN, OPTIONS)) == ["resume", "await_idle", "pause"]
+    assert names(plan("stopped", FROZEN, OPTIONS)) == ["resume", "await_idle", "stop"]
+    assert names(plan("serving", FROZEN, OPTIONS)) == ["resume", *BACK]
+    assert plan("awake", FROZEN, OPTIONS) == []
+    assert names(plan("asleep", FROZEN, KEEP._replace(level=0))) == ["sleep"]
+    assert names(plan("drained", SERVING, KEEP)) == ["lease", *OUT, "pause"]
+
+
+@pytest.mark.parametrize("options", [KEEP, KEEP._replace(level=2), KEEP._replace(level=0, kv_only=True)])
+def test_requests_cannot_be_kept_without_their_kv_cache(options):
+    for now in (SERVING, FROZEN, ASLEEP):
+        with pytest.raises(Refused, match="gives up the KV cache"):
+            plan("asleep", now, options)
+
+
+def test_requests_are_frozen_by_a_development_endpoint():
+    with pytest.raises(Refused, match="cannot freeze"):
+        plan("drained", observation(api=api_state(dev_mode=False)), KEEP)
+
+
+WEIGHTS = OPTIONS._replace(tags=("weights",))
+CACHE = OPTIONS._replace(tags=("kv_cache",))
+ALL = OPTIONS._replace(tags=("weights", "kv_cache"))
+
+
+def partly(level, *awake):
+    gauge = {1: "weights_offloaded", 2: "discard_all"}[level]
+    api = api_state(paused=True, sleep=gauge)
+    held = lease(purpose="awake")
+    return observation(gate=gate_state("closed"), api=api, held=held, sleep=sleep_record(level, list(awake)))
+
+
+TAGS = [
+    # now, options, steps to awake
+    (ASLEEP, WEIGHTS, ["lease", "wake_weights"]),
+    (ASLEEP_2, WEIGHTS, ["lease", "wake_weights", "reload"]),
+    (partly(2, "weights"), WEIGHTS, ["reload"]),
+    (partly(1, "weights"), WEIGHTS, []),
+    (partly(2, "weights", "reloaded"), WEIGHTS, []),
+    (partly(1, "weights"), CACHE, ["wake_kv", "reset_cache", *BACK]),
+    (partly(1, "weights"), OPTIONS, ["wake_kv", "reset_cache", *BACK]),
+    (partly(2, "weights", "reloaded"), ALL, ["wake_kv", "reset_cache", *BACK]),
+    (ASLEEP_2, ALL, ["lease", *STAGED, "prove", "release"]),
+    (ASLEEP, ALL, ["lease", "wake_weights", "wake_kv", "reset_cache", "prove", "release"]),
+    (ASLEEP, CACHE, Refused),
+    (ASLEEP_2, CACHE, Refused),
+    (KV_ONLY, CACHE, ["lease", "wake", "reset_cache", "prove", "release"]),
+    (SERVING, WEIGHTS, []),
+    (DRAINED, WEIGHTS, []),
+]
+
+
+@pytest.mark.parametrize(("now", "options", "expected"), TAGS)
+def test_a_wake_by_parts(now, options, expected):
+    if expected is Refused:
+        with pytest.raises(Refused, match="cannot be brought to awake"):
+            plan("awake", now, options)
+        return
+    steps = plan("awake", now, options)
+    assert names(steps) == expected
+    if options == WEIGHTS and steps:
+        after = predict(now, steps, options)
+        assert (after["state"], after["admission"], after["lease"]) == ("waking", "closed", OURS)
+
+
 END = {
     "drained": observation(gate=gate_state("closed"), api=api_state(paused=True), held=AFTER_DRAIN),
     "serving": SERVING,

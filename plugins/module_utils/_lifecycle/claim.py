@@ -1,0 +1,102 @@
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""One start per GPU, also of those starts that systemd makes by itself.
+
+vLLM measures what is free while it starts, so it would count a neighbour's start, sleep or wake as its own. A play
+holds the GPU's lock. A start has no process that lives from its first to its last command, so it leaves a ticket, which
+is valid as long as systemd says that this very start is under way.
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+import typing as t
+from pathlib import Path
+
+from . import lease, store
+from .config import EngineConfig
+from .deadline import Deadline
+from .errors import DeadlineExceeded, LifecycleError, Refused
+from .unit import Unit
+
+TELL_EVERY = 10.0
+
+
+def _ticket(uuid: str) -> Path:
+    return store.lock_dir() / f"gpu-{uuid}.start"
+
+
+def starting(uuid: str, but: str) -> str:
+    """The engine whose start on this GPU is under way, "" for none. ``but`` is not counted."""
+    value = store.read_json(_ticket(uuid))
+    if value is None or value.get("engine") == but:
+        return ""
+    try:
+        state = Unit(str(value.get("unit"))).show()
+    except LifecycleError:  # that unit is not on this host any more
+        return ""
+    under_way = state.active_state == "activating" and state.invocation == value.get("invocation")
+    return str(value.get("engine")) if under_way else ""
+
+
+def await_starts(uuid: str, engine: str, deadline: Deadline, report: t.Callable[[str], None]) -> None:
+    """For who holds the lock of this GPU: wait until no other engine starts on it.
+
+    :raises DeadlineExceeded: names the engine that still starts.
+    """
+    _wait(uuid, engine, deadline, report, functools.partial(starting, uuid, engine))
+
+
+def begin(config: EngineConfig, invocation: str, deadline: Deadline, report: t.Callable[[str], None]) -> None:
+    """For a start: wait until nobody else starts, sleeps or wakes on its GPUs, and leave tickets.
+
+    A play that starts this engine holds the lock on its behalf, and is not waited for. GPUs are taken in one order, so
+    that none waits in a circle.
+
+    :raises DeadlineExceeded: names who is at work.
+    """
+    for uuid in sorted(config.gpus):
+        _wait(uuid, config.engine, deadline, report, functools.partial(_take, config, uuid, invocation))
+
+
+def end(config: EngineConfig) -> None:
+    """Take back the tickets of this engine."""
+    for uuid in config.gpus:
+        value = store.read_json(_ticket(uuid))
+        if value is not None and value.get("engine") == config.engine:
+            _ticket(uuid).unlink(missing_ok=True)
+
+
+def _take(config: EngineConfig, uuid: str, invocation: str) -> str:
+    """Leave the ticket, or say who is at work."""
+    ticket = {"engine": config.engine, "unit": config.unit, "invocation": invocation}
+    try:
+        with lease.locked(f"gpu-{uuid}", Deadline(0), config.engine):
+            other = starting(uuid, config.engine)
+            if not other:
+                store.write_json(_ticket(uuid), ticket)
+            return other
+    except Refused:
+        holder = lease.holder(f"gpu-{uuid}")
+    if holder == config.engine:
+        store.write_json(_ticket(uuid), ticket)
+        return ""
+    return holder
+
+
+def _wait(
+    uuid: str, engine: str, deadline: Deadline, report: t.Callable[[str], None], look: t.Callable[[], str]
+) -> None:
+    told = -TELL_EVERY
+    while other := look():
+        if deadline.elapsed - told >= TELL_EVERY:
+            told = deadline.elapsed
+            report(f"{engine}: waits for engine {other}, which is being changed on {uuid}")
+        if not deadline.rest():
+            raise DeadlineExceeded(
+                f"engine '{engine}' on {socket.gethostname()} waited {deadline.seconds:g} s for engine '{other}', "
+                f"which is still being changed on {uuid}",
+                next_step=f"read journalctl -u vllm-engine@{other}.service; run this again when it is done",
+            )

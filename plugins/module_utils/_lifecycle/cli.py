@@ -15,7 +15,7 @@ import sys
 import time
 import typing as t
 
-from . import config, doors
+from . import config, doors, weights
 from .errors import LifecycleError, MissingLibrary
 from .lease import LeaseRequest
 from .observe import observe
@@ -53,7 +53,53 @@ def _parser() -> argparse.ArgumentParser:
     change_parser.add_argument("--kv-only", action="store_true", help="asleep frees the KV cache alone")
     change_parser.add_argument("--force", action="store_true")
     change_parser.add_argument("--check", action="store_true", help="say what would be done")
+    _add_weights(commands)
     return parser
+
+
+def _add_weights(commands: t.Any) -> None:
+    parser = commands.add_parser("weights", help="print the manifest of a checkpoint's files, as JSON; record, match")
+    parser.add_argument("path", type=os.path.abspath)
+    parser.add_argument(
+        "--state", choices=weights.STATES, help="record the manifest, or match it with the recorded one"
+    )
+    parser.add_argument("--method", choices=weights.METHODS, default="", help="default: as recorded, else full")
+    parser.add_argument("--user", default="", help="the service user, who must be able to read every file")
+    parser.add_argument("--allowed", action="append", default=[], metavar="DIGEST", help="may be repeated")
+    parser.add_argument("--allowed-file", default="", metavar="FILE", help="one allowed digest a line")
+    parser.add_argument("--allowed-signers", default="", metavar="FILE", help="of ssh-keygen; who may sign that list")
+    parser.add_argument("--timeout", type=float, default=3600, metavar="SECONDS")
+    parser.add_argument("--check", action="store_true", help="say what would be done")
+
+
+def _weights(arguments: argparse.Namespace) -> dict[str, t.Any]:
+    def progress(message: str) -> None:
+        _report(message, sys.stderr)  # stdout is for the JSON
+
+    lists = (arguments.allowed, arguments.allowed_file, arguments.allowed_signers)
+    if arguments.state:
+        return weights.bring(
+            arguments.path,
+            arguments.state,
+            method=arguments.method,
+            user=arguments.user,
+            timeout=arguments.timeout,
+            pinned=lists[0],
+            allowed_file=lists[1],
+            allowed_signers=lists[2],
+            check=arguments.check,
+            report=progress,
+        )
+    manifest = weights.take(
+        arguments.path,
+        method=arguments.method or "full",
+        user=arguments.user,
+        timeout=arguments.timeout,
+        remember=not arguments.check,
+        report=progress,
+    )
+    weights.allowed(manifest, *lists)
+    return manifest.asdict()
 
 
 def _report(message: str, stream: t.TextIO | None = None) -> None:
@@ -66,6 +112,9 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.command == "info":
         names = arguments.engine or config.known_engines()
         _report(json.dumps({name: observe(config.load(name)).asdict() for name in names}, indent=1))
+        return
+    if arguments.command == "weights":
+        _report(json.dumps(_weights(arguments), indent=1))
         return
     engine = config.load(arguments.engine)
     main_pid = int(os.environ.get("MAINPID") or 0)

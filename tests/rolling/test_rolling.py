@@ -118,6 +118,48 @@ def test_a_drain_that_may_abort_counts_what_it_cut(fleet):
     fleet.module("e1", "vllm_drain", engine="chat", state="serving")
 
 
+@pytest.mark.parametrize(
+    ("module", "options", "state"), [("vllm_drain", {}, "draining"), ("vllm_sleep", {"level": 0}, "asleep")]
+)
+def test_requests_that_are_kept_stand_still_and_go_on_afterwards(fleet, module, options, state):
+    stream = Stream(fleet.gate("e1"), 1500)
+    stream.first.wait(30)
+    keep = {"engine": "chat", "mode": "keep", "timeout": 4, **options}
+    result = fleet.module("e1", module, **keep)
+    assert (result["failed"], result["changed"], result["requests_kept"]) == (False, True, 1), result
+    assert result["after"]["state"] == state
+    tokens = stream.tokens
+    again = fleet.module("e1", module, **keep)
+    assert (again["changed"], again["actions"]) == (False, []), again
+    assert stream.tokens == tokens < 1500, "not a token came meanwhile"
+    assert stream.is_alive()
+    back = ("vllm_wake", {}) if state == "asleep" else ("vllm_drain", {"state": "serving"})
+    assert fleet.module("e1", back[0], engine="chat", timeout=60, **back[1])["after"]["state"] == "serving"
+    assert stream.whole(), stream
+
+
+def test_reconcile_brings_back_what_nobody_holds_any_more(fleet):
+    gone = {"owner": "gone", "reason": "its run was killed", "ttl": 1}
+    fleet.module("e1", "vllm_drain", engine="chat", timeout=60, lease=gone)
+    fleet.module("e2", "vllm_engine", engine="chat", state="stopped", timeout=90, lease=gone)
+    night = {"owner": "night-shift", "reason": "a fan is replaced", "ttl": 600}
+    fleet.module("e3", "vllm_drain", engine="chat", timeout=60, lease=night)
+    for host in ("e1", "e2"):
+        fleet.wait("the lease expires", lambda host=host: fleet.lease(host)["expires"] < time.time(), 10)
+    before = [(fleet.active(host), fleet.ready(host), fleet.lease(host)) for host in fleet.engines]
+    text = fleet.play("reconcile.yml", "--check")
+    assert "gone: its run was killed (expired)" in text
+    assert "night-shift" not in text
+    assert [(fleet.active(host), fleet.ready(host), fleet.lease(host)) for host in fleet.engines] == before
+    fleet.play("reconcile.yml")
+    assert [fleet.ready(host) for host in fleet.engines] == [200, 200, 503]
+    assert [fleet.lease(host) and fleet.lease(host)["owner"] for host in fleet.engines] == [None, None, "night-shift"]
+    again = fleet.play("reconcile.yml")
+    assert again.count("changed=0") == 3
+    assert again.count("nothing to reconcile") == 3
+    fleet.module("e3", "vllm_drain", engine="chat", state="serving", lease=night)
+
+
 def test_a_gate_that_is_down_is_named(fleet):
     fleet.ssh("e1", "systemctl stop vllm-gate.service")
     result = fleet.module("e1", "vllm_drain", engine="chat", timeout=10)

@@ -83,6 +83,20 @@ class Unit:
     def exists(self) -> bool:
         return self.file.exists()
 
+    def journal(self, invocation: str = "") -> bytes:
+        """What was printed, in all or since that start; each start begins where the journal then ended."""
+        path = self.run / "journal"
+        text = path.read_bytes() if path.exists() else b""
+        starts = self.run / "invocations"
+        if not invocation or not starts.exists():
+            return text
+        begins = [line.split() for line in starts.read_text().splitlines()]
+        for number, (name, begin) in enumerate(begins):
+            if name == invocation:
+                end = int(begins[number + 1][1]) if number + 1 < len(begins) else len(text)
+                return text[int(begin) : end]
+        return b""
+
     def load(self) -> dict[str, t.Any]:
         description: dict[str, t.Any] = json.loads(self.file.read_text())
         return description
@@ -255,6 +269,8 @@ class Supervisor:
         invocation = os.urandom(16).hex()
         group = f"/system.slice/{self.unit.name}"
         self.unit.update(InvocationID=invocation, Result="success", ControlGroup=group, Job=1)
+        with open(self.unit.run / "invocations", "a") as starts:
+            starts.write(f"{invocation} {len(self.unit.journal())}\n")
         self.unit.update(ActiveState="activating", SubState="start-pre")
         try:
             self.start()
@@ -552,10 +568,10 @@ def systemctl(argv: list[str]) -> int:
 
 
 def journalctl(argv: list[str]) -> int:
-    _words, flags, _properties = parse(argv)
+    matches = dict(word.partition("=")[::2] for word in argv if word.startswith("_"))
+    _words, flags, _properties = parse([word for word in argv if not word.startswith("_")])
     unit = Unit(Path(os.environ["SIM_UNITS"]), flags["unit"])
-    journal = unit.run / "journal"
-    lines = journal.read_text(errors="replace").splitlines() if journal.exists() else []
+    lines = unit.journal(matches.get("_SYSTEMD_INVOCATION_ID", "")).decode(errors="replace").splitlines()
     print("\n".join(lines[-int(flags.get("lines", "1000000")) :]))
     return 0
 

@@ -161,13 +161,14 @@ class Unit:
                     journal=self.journal(20),
                 )
 
-    def journal(self, lines: int) -> list[str]:
-        """The unit's last journal lines; what went wrong in reading them stands in their place."""
+    def journal(self, lines: int, invocation: str = "") -> list[str]:
+        """The unit's last journal lines, with ``invocation`` those that its own processes of that start wrote.
+
+        What went wrong in reading them stands in their place.
+        """
+        words = ["journalctl", "--unit", self.name, "--lines", str(lines), "--no-pager", "--output", "cat"]
         try:
-            done = process.run(
-                ["journalctl", "--unit", self.name, "--lines", str(lines), "--no-pager", "--output", "cat"],
-                QUERY_TIMEOUT,
-            )
+            done = process.run([*words, f"_SYSTEMD_INVOCATION_ID={invocation}"] if invocation else words, QUERY_TIMEOUT)
         except (OSError, process.TimeoutExpired) as exc:
             return [f"(the journal could not be read: {exc})"]
         return (done.stdout or done.stderr).splitlines()[-lines:]

@@ -72,7 +72,7 @@ def test_wrong_options(run_module, module, options, wrong, says):
 def test_wrong_options_of_single_modules(run_module):
     assert "level must be one of" in run_module(vllm_sleep.main, engine="chat", level=9)["msg"]
     assert "max_resident_mib" in run_module(vllm_sleep.main, engine="chat", max_resident_mib=0)["msg"]
-    assert "mode must be one of" in run_module(vllm_drain.main, engine="chat", mode="keep")["msg"]
+    assert "mode must be one of" in run_module(vllm_drain.main, engine="chat", mode="later")["msg"]
     assert "no preload daemon 'base'" in run_module(vllm_preload.main, daemon="base")["msg"]
 
 

@@ -283,10 +283,10 @@ def bring(
     """
     store.require_root()
     deadline = Deadline(timeout)
-    known = recorded(path)
-    result: dict[str, t.Any] = {"path": path, "changed": False, "actions": []}
-    result["before"] = known.summary() if known else {}
+    result: dict[str, t.Any] = {"path": path, "changed": False, "actions": [], "before": {}}
     try:
+        known = recorded(path)
+        result["before"] = known.summary() if known else {}
         wanted = method or (known.method if known else "full")
         if state == "matching":
             _check_comparable(path, known, wanted, bool(pinned or allowed_file))
@@ -383,7 +383,7 @@ def allowed(
             f"host {socket.gethostname()}: the weights in {manifest.path} are {manifest.digest} (method "
             f"{manifest.method}), which is none of the {len(pinned)} allowed in {' and '.join(places)}: "
             + ", ".join(pinned[:3])
-            + (", …" if len(pinned) > 3 else ""),
+            + (f" and {len(pinned) - 3} more" if len(pinned) > 3 else ""),
             next_step="put the right checkpoint there; or, once you know that these weights are wanted, add their "
             "digest (one taken by the other method never matches)",
             digest=manifest.digest,

@@ -199,7 +199,7 @@ class Hashing:
         :raises _Changed: the file was changed or exchanged.
         """
         stamp = job.seen.stamp
-        if self.memory.writable and stamp.size >= WORTH_WAITING:
+        if self.memory.writable and job.kind == WHOLE and stamp.size >= WORTH_WAITING:
             self._let_age(stamp)
         began = time.time_ns()
         try:

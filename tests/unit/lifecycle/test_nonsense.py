@@ -38,6 +38,7 @@ from ansible_collections.baremetal.vllm.plugins.modules import (
     vllm_preload,
     vllm_sleep,
     vllm_wake,
+    vllm_weights,
 )
 from ansible_collections.baremetal.vllm.tests.unit.plugins.module_utils import lifecycle_factory as made
 from ansible_collections.baremetal.vllm.tests.unit.plugins.module_utils.test_parts import DECLARED
@@ -629,6 +630,7 @@ MODULES = {
     vllm_preload: ["daemon", "state", "timeout", "force"],
     vllm_info: ["engine", "engines"],
     vllm_capacity: ["endpoints", "min_serving"],
+    vllm_weights: ["path", "state", "method", "user", "allowed", "allowed_file", "allowed_signers", "timeout"],
 }
 USUAL = {
     "engine": ["chat", "no-such", "../chat"],
@@ -640,6 +642,9 @@ USUAL = {
     "endpoints": [{}, {"a": "http://127.0.0.1:1"}, {"a": "no url"}, {"a": "http://[::"}],
     "min_serving": [0, -1],
     "daemon": ["base", ""],
+    "path": ["/no/such/model", "org/model", "/etc/hostname"],
+    "method": ["full", "sample", "half"],
+    "allowed": [[], ["sha256:0"], [None]],
 }
 
 
@@ -691,6 +696,8 @@ WORDS = st.lists(
                 "ready",
                 "drain",
                 "settle",
+                "weights",
+                "/no/such",
                 "drained",
                 "asleep",
                 "--level",

@@ -24,6 +24,7 @@ TABLE = [
     # start
     Fault("start_crash", "start", "seconds", "exits 1 that long after the start, before it listens", "C10"),
     Fault("start_unreadable", "start", "", "exits 1 with a traceback: model files not readable", "facts: readiness"),
+    Fault("start_poisoned", "start", "", "exits 1 as with a broken compile cache, also when it is empty", "#18956"),
     Fault("start_hang", "start", "", "never listens: host name does not resolve, distributed init hangs", "E03"),
     Fault("start_refuse", "start", "seconds", "the socket file is there and refuses for that long", "E09"),
     Fault("start_no_kv", "start", "", "exits 1: No available memory for the cache blocks", "A04"),

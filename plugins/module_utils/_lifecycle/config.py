@@ -49,6 +49,7 @@ class EngineConfig:
     stop_timeout: float
     start_timeout: float
     config_digest: str
+    compile_cache: str = ""
     ranks: int = 1
     gpus: list[str] = field(default_factory=list)
     warmup: list[dict[str, int]] = field(default_factory=list)

@@ -16,7 +16,7 @@ import time
 import typing as t
 from pathlib import Path
 
-from . import claim, gpu, lease, process, store
+from . import claim, compile_cache, gpu, lease, process, store
 from .config import EngineConfig
 from .deadline import Deadline
 from .engine import Engine
@@ -65,7 +65,9 @@ def preflight(config: EngineConfig, report: Report) -> None:
     """
     _unprove(config, report)
     # The process that starts now reads this configuration, whatever the files say when it is ready.
-    lease.record(config.engine, "preflight.json", {"config_digest": config.config_digest})
+    invocation = os.environ.get("INVOCATION_ID", "")
+    digest = config.config_digest
+    lease.record(config.engine, "preflight.json", {"config_digest": digest, "invocation": invocation})
     here = socket.gethostname()
     if not (store.root() / "run/systemd/system").is_dir():
         raise UsageError(
@@ -86,7 +88,8 @@ def preflight(config: EngineConfig, report: Report) -> None:
         )
     _probe_as_user(config, python)
     _free_socket(config)
-    claim.begin(config, os.environ.get("INVOCATION_ID", ""), Deadline(config.start_timeout), report)
+    compile_cache.prepare(config, report)
+    claim.begin(config, invocation, Deadline(config.start_timeout), report)
 
 
 def _probe_as_user(config: EngineConfig, python: Path) -> None:
@@ -198,8 +201,10 @@ def ready(config: EngineConfig, report: Report, main_pid: int) -> None:
             "config_digest": (lease.last_preflight(config.engine) or {}).get("config_digest"),
             "pids": Unit(config.unit).show().pids,
             "runtime_version": config.runtime_version,
+            "invocation": os.environ.get("INVOCATION_ID", ""),
         },
     )
+    compile_cache.proved(config)
     claim.end(config)
     _tell_gate(config, "1", report)
     report(f"{config.engine}: ready after {boot:.1f} s, warmed in {warm:.1f} s")
@@ -305,6 +310,7 @@ def settle(config: EngineConfig, report: Report) -> None:
     report(
         f"{config.engine}: stopped, {end['service_result'] or 'result unknown'} (status {end['exit_status'] or '?'})"
     )
+    _judge_start(config, started, report)
     deadline = Deadline(60)
     while True:
         holders = _holders(config)
@@ -318,6 +324,14 @@ def settle(config: EngineConfig, report: Report) -> None:
                 next_step="stop what the processes belong to (systemctl status PID) before the next start",
                 left={"processes": holders},
             )
+
+
+def _judge_start(config: EngineConfig, ready: t.Mapping[str, t.Any], report: Report) -> None:
+    """When the process that has ended was never ready, its journal may say that the compile cache is why."""
+    invocation = os.environ.get("INVOCATION_ID", "")
+    begun = (lease.last_preflight(config.engine) or {}).get("invocation")
+    if invocation and begun == invocation and ready.get("invocation") != invocation:
+        compile_cache.after_failure(config, Unit(config.unit).journal(400, invocation), report)
 
 
 def _holders(config: EngineConfig) -> dict[int, int | None]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import typing as t
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 try:
@@ -33,23 +34,39 @@ class GpuState:
     processes: dict[int, int | None] = field(default_factory=dict)
 
 
-def observe() -> list[GpuState]:
-    """Every device of this host.
-
+@contextmanager
+def _nvml() -> t.Iterator[None]:
+    """
     :raises GpuUnseen: no library, no driver, or NVML says no.
     """
     if pynvml is None:
         raise GpuUnseen("the Python library nvidia-ml-py is not installed")
     try:
         pynvml.nvmlInit()
+        try:
+            yield
+        finally:
+            pynvml.nvmlShutdown()
     except pynvml.NVMLError as exc:
         raise GpuUnseen(f"NVML: {exc}") from exc
-    try:
+
+
+def observe() -> list[GpuState]:
+    """Every device of this host.
+
+    :raises GpuUnseen: no library, no driver, or NVML says no.
+    """
+    with _nvml():
         return [_device(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    except pynvml.NVMLError as exc:
-        raise GpuUnseen(f"NVML: {exc}") from exc
-    finally:
-        pynvml.nvmlShutdown()
+
+
+def driver_version() -> str:
+    """The driver's version.
+
+    :raises GpuUnseen: no library, no driver, or NVML says no.
+    """
+    with _nvml():
+        return _text(pynvml.nvmlSystemGetDriverVersion())
 
 
 def _device(index: int) -> GpuState:

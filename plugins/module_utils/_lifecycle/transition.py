@@ -11,7 +11,7 @@ import typing as t
 from contextlib import ExitStack
 from dataclasses import replace
 
-from . import claim, gpu, lease
+from . import claim, compile_cache, gpu, lease
 from .config import EngineConfig
 from .deadline import Deadline
 from .engine import Engine, Metrics
@@ -554,7 +554,16 @@ class Transition:
         self.extra["stop_result"] = ended.result
 
     def _start(self) -> None:
-        state = self.unit.start(self.deadline)
+        begun = time.time()
+        try:
+            state = self.unit.start(self.deadline)
+        except LifecycleError:
+            # The unit has purged a compile cache that was to blame, which is worth one more start.
+            if not (sign := compile_cache.purged_since(self.config, begun)):
+                raise
+            self.report(f"{self.config.engine}: starts once more with an empty compile cache ({sign})")
+            self.actions.append(f"{self.config.engine}: purge its compile cache")
+            state = self.unit.start(self.deadline)
         started = lease.last_start(self.config.engine) or {}
         if started.get("main_pid") != state.main_pid:
             raise Surprise(

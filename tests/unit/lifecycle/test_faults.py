@@ -519,6 +519,7 @@ STARTS = [
     # fault, declaration -> what the journal or the message says
     ("start_crash=0.1", {}, "died before it was ready"),
     ("start_unreadable", {}, "Permission denied"),
+    ("start_poisoned", {}, "corrupted compilation artifact"),
     ("start_hang", {"start_timeout": 2}, "is not ready after 2 s"),
     ("start_no_kv", {}, "No available memory for the cache blocks"),
     ("wrong_model=other", {}, r"serves \['other'\], not 'tiny'"),

@@ -330,7 +330,8 @@ class World:
             names[key.replace("_", "-")] = value
         files = {
             f"etc/vllm/engines/{name}.yaml": yaml.safe_dump(names),
-            f"etc/vllm/engines/{name}.env": f"VLLM_SERVER_DEV_MODE={int(dev_mode)}\n",
+            f"etc/vllm/engines/{name}.env": f"VLLM_SERVER_DEV_MODE={int(dev_mode)}\n"
+            f"VLLM_CACHE_ROOT={root}/{self._cache(name, version)}/vllm\n",
             f"etc/vllm/lifecycle/{name}.json": json.dumps(
                 self._declaration(engine, runtime, version, uuids) | declared
             ),
@@ -378,6 +379,10 @@ class World:
             **{"TimeoutStopSec": 60, **commands, **unit},
         )
 
+    @staticmethod
+    def _cache(name: str, version: str) -> str:
+        return f"var/cache/vllm/{name}/{version}"
+
     def _declaration(self, engine: Engine, runtime: Path, version: str, uuids: list[str]) -> dict:
         name = engine.name
         gate = self.gate and {
@@ -406,6 +411,7 @@ class World:
             "shutdown_timeout": 5,
             "stop_timeout": 120,
             "start_timeout": 120,
+            "compile_cache": f"/{self._cache(name, version)}",
             "config_digest": "0",
         }
 

@@ -92,17 +92,17 @@ class Engine:
 
     def compile_cache(self) -> None:
         """What an earlier start has compiled is taken as it is; a broken artifact is told in vLLM's own words."""
-        if not (root := os.environ.get("VLLM_CACHE_ROOT")):
-            return
-        artifact = Path(root) / "torch_compile_cache/artifact"
-        broken = artifact.exists() and artifact.read_text() != f"v{self.opts.version}"
+        root = os.environ.get("VLLM_CACHE_ROOT")
+        artifact = Path(root) / "torch_compile_cache/artifact" if root else None
+        broken = artifact and artifact.exists() and artifact.read_text() != f"v{self.opts.version}"
         if broken or self.faults.get("start_poisoned") is not None:
             raise RuntimeError(
                 "vLLM failed to compile the model. The most likely reason for this is that a previous compilation "
                 "failed, leading to a corrupted compilation artifact."
             )
-        artifact.parent.mkdir(parents=True, exist_ok=True)
-        artifact.write_text(f"v{self.opts.version}")
+        if artifact:
+            artifact.parent.mkdir(parents=True, exist_ok=True)
+            artifact.write_text(f"v{self.opts.version}")
 
     def load(self, index: int, pid: int) -> t.Any:
         from sim.core import Core

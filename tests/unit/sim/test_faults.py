@@ -341,6 +341,7 @@ def test_a_fault_wears_off(tmp_path):
     [
         ("start_crash=0.1", "Engine core initialization failed"),
         ("start_unreadable", "PermissionError"),
+        ("start_poisoned", "corrupted compilation artifact"),
         ("start_no_kv", "No available memory for the cache blocks"),
     ],
 )

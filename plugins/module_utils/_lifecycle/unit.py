@@ -119,16 +119,21 @@ class Unit:
         :raises DeadlineExceeded: still starting at the deadline.
         """
         self._queue("reset-failed")  # a start that was asked for does not count against the limit of automatic ones
-        restarts = self.show().n_restarts
+        old = self.show()
         self._queue("start", "--no-block")
+        # Which start is meant: the one under way, or else the next one, whether by our job or by systemd's own restart.
+        ours = old.invocation if old.active_state == "activating" and old.sub_state != "auto-restart" else ""
         while True:
             state = self.show()
             if state.active_state == "active" and not state.job:
                 return state
-            # "failed" with a job queued is the restart that we asked for, not yet begun. A unit that systemd
-            # restarts by itself has failed the start that was asked for.
-            ended = state.active_state in ("failed", "inactive") and not state.job
-            if ended or state.sub_state == "auto-restart" or state.n_restarts > restarts:
+            if not ours and state.invocation != old.invocation:
+                ours = state.invocation
+            ended = state.active_state in ("failed", "inactive")
+            # That start is over when systemd waits to make another, or has made it.
+            over = ended or state.sub_state == "auto-restart" or state.invocation != ours
+            never_began = ended and not state.job
+            if over if ours else never_began:
                 raise LifecycleError(
                     f"unit {self.name} did not start: {state.active_state}/{state.sub_state}, result {state.result}",
                     next_step=f"read journalctl -u {self.name}, correct the cause and run this again",

@@ -207,8 +207,6 @@ class Hashing:
         except FileNotFoundError:
             raise _Changed from None
         try:
-            if Stamp.of(os.fstat(descriptor)) != stamp:
-                raise _Changed
             try:
                 if job.kind == SAMPLE:
                     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)

@@ -11,6 +11,7 @@ import shutil
 import socket
 import stat
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,8 @@ def place(monkeypatch):
     path = Path(tempfile.mkdtemp(prefix="weights-", dir="/tmp"))
     path.chmod(0o755)
     monkeypatch.setenv(store.ROOT_VARIABLE, str(path / "host"))
+    now = time.time_ns
+    monkeypatch.setattr(hashing.time, "time_ns", lambda: now() + 10_000_000_000)  # what was just written is old
     sim.write(path / "m", "a")
     yield path
     shutil.rmtree(path)

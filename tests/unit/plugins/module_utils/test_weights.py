@@ -300,6 +300,17 @@ def test_a_link_that_is_turned_to_an_equal_file_is_found(model, tmp_path):
     ]
 
 
+def test_a_link_to_a_directory_that_is_turned_is_found(model, tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name / "deep").mkdir(parents=True)
+        (tmp_path / name / "deep/adapter_config.json").write_text("same")
+    (model / "adapter").symlink_to("../one")
+    before = weights.take(str(model))
+    (model / "adapter").unlink()
+    (model / "adapter").symlink_to("../two")
+    assert before.compare(weights.take(str(model))) == ["adapter/deep/adapter_config.json is a link to ../two"]
+
+
 def test_what_a_link_points_to_is_watched(model, tmp_path, later):
     (tmp_path / "shared.json").write_text("one")
     (model / "generation_config.json").symlink_to(tmp_path / "shared.json")
@@ -465,14 +476,17 @@ def test_a_file_that_changes_meanwhile_is_hashed_again(model, monkeypatch, later
     assert manifest.files[SHARDS[0]]["digest"] == hashlib.sha256((model / SHARDS[0]).read_bytes()).hexdigest()
 
 
-def test_files_that_come_and_go_meanwhile(model, monkeypatch):
-    def act(work, number):
-        if number == 1:
-            (model / "new.json").write_text("{}")
-            (model / "tokenizer.json").unlink(missing_ok=True)
-
-    during(monkeypatch, act)
-    assert sorted(weights.take(str(model)).files) == sorted([*SHARDS, "config.json", "new.json"])
+@pytest.mark.parametrize(
+    ("act", "left"),
+    [
+        (lambda model: (model / "new.json").write_text("{}"), ["config.json", "new.json", "tokenizer.json"]),
+        (lambda model: (model / "tokenizer.json").unlink(), ["config.json"]),
+        (lambda model: (model / "tokenizer.json").rename(model / "new.json"), ["config.json", "new.json"]),
+    ],
+)
+def test_files_that_come_and_go_meanwhile(model, monkeypatch, act, left):
+    during(monkeypatch, lambda work, number: number == 1 and act(model))
+    assert sorted(weights.take(str(model)).files) == sorted([*SHARDS, *left])
 
 
 def test_a_file_that_is_being_written_is_an_error_and_not_recorded(model, host, monkeypatch, later):

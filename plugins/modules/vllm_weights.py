@@ -123,6 +123,11 @@ actions:
   type: list
   elements: str
   sample: ["/srv/models/base: record sha256:45f8… (full, 12 files)"]
+checkpoint:
+  description: Where it lies.
+  returned: always
+  type: str
+  sample: /srv/models/base
 digest:
   description: The digest of what is on disk.
   returned: when the files could be read
@@ -162,6 +167,21 @@ elapsed:
   description: Seconds.
   returned: always
   type: float
+unreadable:
+  description: The file or directory that could not be read.
+  returned: when something could not be read
+  type: str
+  sample: /srv/models/base/model-00001-of-00003.safetensors
+user:
+  description: Who could not read it.
+  returned: when something could not be read
+  type: str
+  sample: vllm
+left:
+  description: The files that were not hashed yet.
+  returned: when the time-out came
+  type: dict
+  sample: {"files": ["model-00003-of-00003.safetensors"]}
 next_step:
   description: What to do about the failure.
   returned: on failure
@@ -206,7 +226,7 @@ def main() -> None:
             check=module.check_mode,
         )
     except LifecycleError as exc:
-        fail(module, exc, changed=False, actions=[], before={})
+        fail(module, exc, checkpoint=params["path"], changed=False, actions=[], before={})
     module.exit_json(**result)
 
 

@@ -235,7 +235,7 @@ def unreadable(path: str, exc: Exception, user: str = "") -> UsageError:
     return UsageError(
         f"host {socket.gethostname()}: user {user or _me()} cannot read {path}: {reason}",
         next_step=f"look at 'namei -l {path}', which shows owner and mode of the whole way, and correct them",
-        path=path,
+        unreadable=path,
         user=user or _me(),
     )
 

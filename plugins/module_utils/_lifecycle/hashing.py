@@ -186,7 +186,6 @@ class Hashing:
             raise UsageError(
                 f"host {socket.gethostname()}: {job.seen.path} is no whole safetensors file: {exc}",
                 next_step="download this file again",
-                path=job.seen.path,
                 files={job.name: str(exc)},
             ) from exc
         self.digests[job.seen.stamp, job.kind] = digest

@@ -283,18 +283,19 @@ def bring(
     """
     store.require_root()
     deadline = Deadline(timeout)
-    result: dict[str, t.Any] = {"path": path, "changed": False, "actions": [], "before": {}}
+    result: dict[str, t.Any] = {"checkpoint": path, "changed": False, "actions": [], "before": {}}
     try:
         known = recorded(path)
         result["before"] = known.summary() if known else {}
         wanted = method or (known.method if known else "full")
+        pins = _pins(pinned, allowed_file, allowed_signers)  # before long hashing
         if state == "matching":
-            _check_comparable(path, known, wanted, bool(pinned or allowed_file))
+            _check_comparable(path, known, wanted, bool(pins.digests))
         now = take(path, method=wanted, report=report, user=user, timeout=timeout, remember=not check)
         result.update(now.summary(), hashed=now.hashed, elapsed=round(deadline.elapsed, 3))
         result["files"] = known.differences(now) if known and known.method == now.method else {}
         result["diff"] = {"before": _side(known, result["files"]), "after": _side(now, result["files"])}
-        allowed(now, pinned, allowed_file, allowed_signers)
+        _check_pinned(now, pins)
         if state == "matching":
             _check_match(path, known, now)
         elif known is None or known.digest != now.digest:
@@ -367,27 +368,42 @@ def allowed(
     :raises Refused: names the digest and the lists, or the signature is not good.
     :raises UsageError: a list cannot be read, is empty or holds something else.
     """
+    _check_pinned(manifest, _pins(allowed, allowed_file, allowed_signers))
+
+
+class _Pins(t.NamedTuple):
+    """Allowed digests, and the names of the lists that they are from. Without any, everything is allowed."""
+
+    digests: list[str]
+    places: list[str]
+
+
+def _pins(allowed: t.Sequence[str], allowed_file: str, allowed_signers: str) -> _Pins:
     if allowed_signers and not allowed_file:
         raise UsageError("allowed_signers is given without allowed_file", next_step="name the file that they signed")
-    pinned = [_pinned(one, "the list of allowed digests") for one in allowed]
-    places = ["the given list"] if pinned else []
+    digests = [_pinned(one, "the list of allowed digests") for one in allowed]
+    places = ["the given list"] if digests else []
     if allowed_file:
         text = _read_list(allowed_file)
         if allowed_signers:
             _verify(text, allowed_file, allowed_signers)
         lines = [line.partition("#")[0].split() for line in text.splitlines()]
-        pinned += [_pinned(words[0], allowed_file) for words in lines if words]
+        digests += [_pinned(words[0], allowed_file) for words in lines if words]
         places.append(allowed_file)
-    if places and manifest.digest not in pinned:
+    return _Pins(digests, places)
+
+
+def _check_pinned(manifest: Manifest, pins: _Pins) -> None:
+    if pins.places and manifest.digest not in pins.digests:
         raise Refused(
             f"host {socket.gethostname()}: the weights in {manifest.path} are {manifest.digest} (method "
-            f"{manifest.method}), which is none of the {len(pinned)} allowed in {' and '.join(places)}: "
-            + ", ".join(pinned[:3])
-            + (f" and {len(pinned) - 3} more" if len(pinned) > 3 else ""),
+            f"{manifest.method}), which is none of the {len(pins.digests)} allowed in {' and '.join(pins.places)}: "
+            + ", ".join(pins.digests[:3])
+            + (f" and {len(pins.digests) - 3} more" if len(pins.digests) > 3 else ""),
             next_step="put the right checkpoint there; or, once you know that these weights are wanted, add their "
             "digest (one taken by the other method never matches)",
             digest=manifest.digest,
-            allowed=pinned,
+            allowed=pins.digests,
         )
 
 

@@ -49,6 +49,11 @@ engines:
       V(drained), V(asleep), V(waking), V(failed) and V(unknown); C(reasons) say why; C(unseen) names signals that could
       not be read; C(unit), C(api), C(gate), C(gpus), C(memory), C(lease), C(started) and C(last) hold the signals
       themselves; C(stale) tells whether the running process has another configuration than is on disk.
+    - C(preload) is null for an engine without a preload daemon. Else C(daemon) names it and C(state) is its state, or
+      V(lost) where the engine serves from what a daemon that has ended left behind. C(weights_source) is
+      V(preload_zero_copy), V(preload_copy), V(disk), or null where log and memory do not prove it. C(next_start) is
+      what a restart would be, V(zero-copy), V(copy), V(cold) or V(refused). C(why) explains what is not as it was asked
+      for; C(wrong) says that it serves other weights than its checkpoint's.
   returned: success
   type: dict
   sample: {"chat": {"state": "serving", "reasons": [], "unseen": {"gpu": "NVML: Driver Not Loaded"}}}

@@ -10,11 +10,15 @@ module: vllm_preload
 short_description: Have a preload daemon ready, or gone
 version_added: 0.1.0
 description:
-  - With O(state=ready) the unit is active, its health is 200, each rank's socket accepts connections, and its
-    processes hold the memory of the weights. A daemon that has given its weights away is started anew.
+  - With O(state=ready) the unit is active, its health is 200, each rank's socket accepts connections, its processes
+    hold the memory of the weights, and what they have loaded is what the checkpoint holds now, file by file. vLLM
+    itself compares no value of any tensor. A daemon that has given its weights away, or that runs with an older
+    version, driver or settings, is started anew.
   - With O(state=absent) the unit is stopped and its GPU memory is proved free.
-  - Neither is done while an engine that uses the daemon runs. It would keep the memory, and the next daemon would
-    hold a second copy beside it.
+  - Neither is done while an engine may map its memory, or that of its predecessor. The engine would keep the memory,
+    and the next daemon hold a second copy beside it. Engines are found by their declaration, and by the processes on
+    the daemon's GPUs; one whose log and memory show weights of its own is none of them.
+  - Nothing is said to the daemon, whose sockets speak pickle. They are only connected to.
 author:
   - baremetal.vllm contributors (@baremetal-vllm)
 extends_documentation_fragment:
@@ -23,7 +27,8 @@ extends_documentation_fragment:
 attributes:
   check_mode:
     support: full
-    details: A prediction from reads alone. Whether the daemon will load cannot be known.
+    details: A prediction from reads alone. The checkpoint is hashed where that is not known yet, and nothing is
+      remembered of it. Whether the daemon will load cannot be known.
   diff_mode:
     support: full
   idempotent:
@@ -47,11 +52,12 @@ options:
     default: 900.0
   force:
     description:
-      - Go on although an engine that uses the daemon runs.
+      - Go on although an engine may map its memory. Put up with a second copy of the weights on the GPU.
     type: bool
     default: false
 seealso:
   - module: baremetal.vllm.vllm_engine
+  - module: baremetal.vllm.vllm_weights
 """
 
 EXAMPLES = r"""
@@ -75,7 +81,7 @@ actions:
   elements: str
   sample: ["base: start the daemon and wait until it is proved ready"]
 before:
-  description: The state before, and the running engines that use the daemon.
+  description: The state before, and the running engines that may map the daemon's memory.
   returned: always
   type: dict
   sample: {"state": "absent", "mapped_by": []}
@@ -95,14 +101,36 @@ timings:
   type: dict
   sample: {"start": 49.1}
 held_mib:
-  description: MiB that the daemon's processes hold, by GPU UUID. Empty where no GPU can be seen.
-  returned: success, not in check mode
+  description: MiB that the daemon's processes hold, by GPU UUID. In check mode as they were found.
+  returned: success
   type: dict
+digest:
+  description: The manifest's digest of what it has loaded; empty where no daemon is proved to have loaded anything.
+  returned: success
+  type: str
+  sample: sha256:2f1c4a6e0b5d8c9fa7e3b1d2c4f60718293a4b5c6d7e8f90a1b2c3d4e5f60718
+engines:
+  description:
+    - Where each running engine of this daemon has its weights from, by what its log of this start says and its memory
+      does not contradict. V(preload_zero_copy), V(preload_copy), V(disk), or null where that is not proved.
+  returned: always, once the daemon was looked at
+  type: dict
+  sample: {"chat": "preload_zero_copy"}
+lost:
+  description: Engines that serve from what a daemon that has ended left behind. They keep it until their next restart.
+  returned: success
+  type: list
+  elements: str
+reasons:
+  description: Why the state is what it is. In check mode as it was found.
+  returned: success
+  type: list
+  elements: str
 left:
   description: What stood in the way.
   returned: on failure
   type: dict
-  sample: {"base": {"mapped_by": ["chat"]}}
+  sample: {"base": {"mapped_by": ["chat"], "lost": []}}
 next_step:
   description: What to do about the failure.
   returned: on failure
@@ -113,7 +141,8 @@ from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.baremetal.vllm.plugins.module_utils._glue import exit_with, fail
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.errors import LifecycleError
-from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.preload import change_preload, load
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.preload import load
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.preload_change import change_preload
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.transition import silent
 
 

@@ -349,6 +349,9 @@ class Core:
         await self.call()
         if self.faults.get("reload_5xx") is not None:
             raise CallFailed("Call to collective_rpc method failed: Worker failed with error 'KeyError'")
+        if self.options.load_format == "ipc_cache":  # also where it has fallen back to disk
+            text = "Worker failed with error 'Model reloading with `ipc_cache` format'"
+            raise CallFailed(f"Call to collective_rpc method failed: {text}")
         await self.take(RELOAD)
         if "weights" in self.asleep:
             self.kill()  # writes to unmapped memory

@@ -49,6 +49,9 @@ class Rank:
 
     def run(self, ready: int) -> None:
         """Load, take the lock, serve. `ready` is a pipe's end."""
+        if (how := self.opts.quantization or model.quantization(self.opts.model)).startswith(model.NOT_PRELOADED):
+            text = f"{how} does not support loading from pre-processed weights."
+            raise weightcache.UnsupportedQuantForIPCError(text)
         time.sleep(self.opts.load_time)
         self.weights = model.read(self.opts.model)
         size = self.opts.weights_mib // self.opts.tensor_parallel_size + self.opts.daemon_extra_mib
@@ -136,7 +139,12 @@ def fork_rank(rank: Rank, ready: int) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         rank.run(ready)
-    except (weightcache.WeightCacheUnavailableError, OutOfMemory, OSError) as error:
+    except (
+        weightcache.WeightCacheUnavailableError,
+        weightcache.UnsupportedQuantForIPCError,
+        OutOfMemory,
+        OSError,
+    ) as error:
         print(f"vllm.model_executor.model_loader.weight_cache.protocol.{type(error).__name__}: {error}", flush=True)
     os._exit(1)
 

@@ -118,7 +118,7 @@ class Engine:
         if opts.load_format == "ipc_cache":
             own, external = self.load_from_daemon(core, weights, uuids[0])
         if own:
-            log("Loading weights took 2.27 seconds", "default_loader.py:506", pid=pid)
+            self.info("Loading weights took 2.27 seconds", "default_loader.py:506", pid)
         if self.faults.get("start_no_kv") is not None:
             raise ValueError("No available memory for the cache blocks. Try increasing `gpu_memory_utilization`.")
         memory.start(external, own, (self.faults.number("start_small_kv", 10) or 100) / 100)
@@ -126,6 +126,10 @@ class Engine:
         log(f"Model loading took {size:.2f} GiB memory and 5.93 seconds", "model_runner.py:428", pid=pid)
         log(f"Available KV cache memory: {memory.kv / 1024:.2f} GiB", "gpu_worker.py:772", pid=pid)
         return core
+
+    def info(self, text: str, source: str, pid: int) -> None:
+        if self.faults.get("log_quiet") is None:
+            log(text, source, pid=pid)
 
     def load_from_daemon(self, core: t.Any, weights: model.Weights, uuid: str) -> tuple[bool, int]:
         """(the weights are ours, MiB that the daemon holds for us)"""
@@ -138,9 +142,12 @@ class Engine:
         external = source.memory()  # asked for whether or not the weights are taken from there
         if state is None:
             return True, external
+        if self.faults.get("preload_fails_late") is not None:
+            warn("Weight cache IPC loading failed; falling back to disk loading")
+            return True, external
         core.content = state["content"]  # the daemon's values, whatever lies on this engine's disk
         text = f"Mapped {state['tensors']} tensors from the weight cache daemon ({source.mode} mode)"
-        log(text, "ipc_loader.py:321", pid=core.pid)
+        self.info(text, "ipc_loader.py:321", core.pid)
         if source.mode == "copy":
             return True, 0
         core.zero_copy = True

@@ -122,6 +122,9 @@ TABLE = [
     Fault("term_orphans", "stop", "", "the API server exits 0, EngineCore lives on with its memory", "C01"),
     Fault("term_exit", "stop", "code", "exits with this code", "C16"),
     Fault("memory_lingers", "stop", "seconds", "GPU memory comes back that long after the exit", "C15"),
+    # an engine that takes its weights from a daemon
+    Fault("preload_fails_late", "preload", "", "has the daemon let go of its weights, then loads from disk", "B06"),
+    Fault("log_quiet", "preload", "", "logs warnings and errors only, so not where its weights come from", "B01"),
     # preload daemon
     Fault("daemon_crash", "daemon", "seconds", "exits 1 that long after the start", "B12"),
     Fault("daemon_never_ready", "daemon", "", "health 503 for ever", "B01"),

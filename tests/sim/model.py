@@ -15,6 +15,7 @@ from pathlib import Path
 
 VOCABULARY = 512
 DISCARDED = "discarded"
+NOT_PRELOADED = ("awq", "gptq", "compressed-tensors")  # quantisations that `vllm preload` refuses
 TENSORS = 435  # of the model in the transcripts, for a model without a directory
 
 
@@ -62,6 +63,15 @@ def read(model: str) -> Weights:
         content.update(data[end:])
         tensors += len([name for name in json.loads(data[8:end]) if name != "__metadata__"])
     return Weights(content.hexdigest(), headers.hexdigest(), tensors)
+
+
+def quantization(model: str) -> str:
+    """As the model's config.json names it; empty for none."""
+    try:
+        config = json.loads((Path(model) / "config.json").read_text())
+    except OSError:
+        return ""
+    return str(config.get("quantization_config", {}).get("quant_method", ""))
 
 
 def write(folder: Path, values: str, tensors: int = 4, dtype: str = "BF16") -> Path:

@@ -25,6 +25,10 @@ class CacheConfigMismatchError(Exception):
     """The daemon has other weights, by its fingerprint."""
 
 
+class UnsupportedQuantForIPCError(Exception):
+    """Weights of this quantisation cannot be handed over."""
+
+
 def socket_path(folder: str | os.PathLike[str], uuid: str) -> Path:
     return Path(folder) / f"vllm_weight_cache_{hashlib.md5(uuid.encode(), usedforsecurity=False).hexdigest()}.sock"
 

@@ -16,7 +16,7 @@ import typing as t
 from pathlib import Path
 
 from . import lease, store
-from .config import EngineConfig
+from .config import EngineConfig, PreloadConfig
 from .deadline import Deadline
 from .errors import DeadlineExceeded, LifecycleError, Refused
 from .unit import Unit
@@ -57,30 +57,65 @@ def begin(config: EngineConfig, invocation: str, deadline: Deadline, report: t.C
 
     :raises DeadlineExceeded: names who is at work.
     """
-    for uuid in sorted(config.gpus):
-        _wait(uuid, config.engine, deadline, report, functools.partial(_take, config, uuid, invocation))
+    _begin(config.engine, config.unit, config.gpus, (), invocation, deadline, report)
+
+
+def begin_daemon(config: PreloadConfig, invocation: str, deadline: Deadline, report: t.Callable[[str], None]) -> None:
+    """The same for a preload daemon. Its own engines wait for it, so it does not wait for them.
+
+    :raises DeadlineExceeded: names who is at work.
+    """
+    _begin(_lender(config), config.unit, config.gpus, config.engines, invocation, deadline, report)
+
+
+def _lender(config: PreloadConfig) -> str:
+    """No engine's name has a space."""
+    return f"preload daemon {config.daemon}"
+
+
+def _begin(
+    name: str,
+    unit: str,
+    uuids: t.Sequence[str],
+    kin: t.Collection[str],
+    invocation: str,
+    deadline: Deadline,
+    report: t.Callable[[str], None],
+) -> None:
+    ticket = {"engine": name, "unit": unit, "invocation": invocation}
+    for uuid in sorted(uuids):
+        _wait(uuid, name, deadline, report, functools.partial(_take, ticket, uuid, kin))
 
 
 def end(config: EngineConfig) -> None:
     """Take back the tickets of this engine."""
-    for uuid in config.gpus:
+    _end(config.engine, config.gpus)
+
+
+def end_daemon(config: PreloadConfig) -> None:
+    _end(_lender(config), config.gpus)
+
+
+def _end(name: str, uuids: t.Sequence[str]) -> None:
+    for uuid in uuids:
         value = store.read_json(_ticket(uuid))
-        if value is not None and value.get("engine") == config.engine:
+        if value is not None and value.get("engine") == name:
             _ticket(uuid).unlink(missing_ok=True)
 
 
-def _take(config: EngineConfig, uuid: str, invocation: str) -> str:
+def _take(ticket: dict[str, str], uuid: str, kin: t.Collection[str]) -> str:
     """Leave the ticket, or say who is at work."""
-    ticket = {"engine": config.engine, "unit": config.unit, "invocation": invocation}
+    name = ticket["engine"]
     try:
-        with lease.locked(f"gpu-{uuid}", Deadline(0), config.engine):
-            other = starting(uuid, config.engine)
-            if not other:
-                store.write_json(_ticket(uuid), ticket)
-            return other
+        with lease.locked(f"gpu-{uuid}", Deadline(0), name):
+            other = starting(uuid, name)
+            if other and other not in kin:
+                return other
+            store.write_json(_ticket(uuid), ticket)
+            return ""
     except Refused:
         holder = lease.holder(f"gpu-{uuid}")
-    if holder == config.engine:
+    if holder == name or holder in kin:
         store.write_json(_ticket(uuid), ticket)
         return ""
     return holder

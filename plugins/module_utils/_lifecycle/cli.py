@@ -15,7 +15,7 @@ import sys
 import time
 import typing as t
 
-from . import config, doors, weights
+from . import config, doors, preload_doors, weights
 from .errors import LifecycleError, MissingLibrary
 from .lease import LeaseRequest
 from .observe import observe
@@ -35,6 +35,12 @@ def _parser() -> argparse.ArgumentParser:
         ("settle", "ExecStopPost: record the end, wait for the GPU memory"),
     ):
         commands.add_parser(name, help=text).add_argument("engine")
+    for name, text in (
+        ("preload-preflight", "ExecStartPre of a preload daemon: check what it needs, and what it will read"),
+        ("preload-ready", "ExecStartPost: wait until it holds its weights, and record them (reads $MAINPID)"),
+        ("preload-settle", "ExecStopPost: record the end, wait for the GPU memory"),
+    ):
+        commands.add_parser(name, help=text).add_argument("daemon")
     info = commands.add_parser("info", help="print what is seen of the engines, as JSON")
     info.add_argument("engine", nargs="*")
     change_parser = commands.add_parser("set", help="bring an engine to a state, as the modules do")
@@ -116,8 +122,17 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.command == "weights":
         _report(json.dumps(_weights(arguments), indent=1))
         return
-    engine = config.load(arguments.engine)
     main_pid = int(os.environ.get("MAINPID") or 0)
+    if arguments.command.startswith("preload-"):
+        daemon = config.load_daemon(arguments.daemon)
+        if arguments.command == "preload-preflight":
+            preload_doors.preflight(daemon, _report)
+        elif arguments.command == "preload-ready":
+            preload_doors.ready(daemon, _report, main_pid)
+        else:
+            preload_doors.settle(daemon, _report)
+        return
+    engine = config.load(arguments.engine)
     if arguments.command == "preflight":
         doors.preflight(engine, _report)
     elif arguments.command == "ready":

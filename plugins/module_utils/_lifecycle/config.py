@@ -1,7 +1,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""What the roles say about an engine: /etc/vllm/lifecycle/NAME.json."""
+"""What the roles say about an engine, /etc/vllm/lifecycle/NAME.json, and about a preload daemon, /etc/vllm/preload."""
 
 from __future__ import annotations
 
@@ -29,6 +29,46 @@ class GateConfig:
 
 
 @dataclass(frozen=True)
+class Traits:
+    """The options that decide what weights look like in GPU memory. Empty or "auto": vLLM's own choice."""
+
+    dtype: str = "auto"
+    quantization: str = ""
+    load_format: str = "auto"
+    revision: str = ""
+    kv_cache_dtype: str = "auto"
+    lora: bool = False
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    data_parallel: int = 1
+    expert_parallel: bool = False
+
+
+@dataclass(frozen=True)
+class PreloadUse:
+    """How an engine takes its weights from a daemon. ``mode`` is zero_copy or copy; ``wait`` in seconds.
+
+    Without ``fallback`` an engine that would load from disk does not start.
+    """
+
+    daemon: str
+    mode: str = "zero_copy"
+    fallback: bool = False
+    allow_zero_copy_sleep: bool = False
+    wait: float = 900.0
+
+
+@dataclass(frozen=True)
+class WeightsPolicy:
+    """How the manifest of a daemon's checkpoint is taken, and which digests it may have; see ``weights``."""
+
+    method: str = "full"
+    allowed: list[str] = field(default_factory=list)
+    allowed_file: str = ""
+    allowed_signers: str = ""
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """One engine, as the roles declared it. Times in seconds."""
 
@@ -53,19 +93,59 @@ class EngineConfig:
     ranks: int = 1
     gpus: list[str] = field(default_factory=list)
     warmup: list[dict[str, int]] = field(default_factory=list)
+    preload: PreloadUse | None = None
+    traits: Traits = field(default_factory=Traits)
+    sleep_mode: bool = False
 
     @property
     def state_dir(self) -> Path:
         return store.state_dir(self.engine)
 
 
+@dataclass(frozen=True)
+class PreloadConfig:
+    """One preload daemon, as the roles declared it. Times in seconds.
+
+    ``sockets`` are file names, one for each local rank; ``weights_mib`` is what each rank must hold at least, where
+    that is known better than from the size of the checkpoint.
+    """
+
+    daemon: str
+    unit: str
+    socket_dir: str
+    sockets: list[str]
+    health_port: int
+    start_timeout: float
+    user: str = ""
+    runtime: str = ""
+    runtime_version: str = ""
+    model: str = ""
+    gpus: list[str] = field(default_factory=list)
+    engines: list[str] = field(default_factory=list)
+    weights: WeightsPolicy = field(default_factory=WeightsPolicy)
+    traits: Traits = field(default_factory=Traits)
+    config_digest: str = ""
+    weights_mib: int = 0
+
+
 _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "float": (int, float), "int": (int,), "bool": (bool,)}
+# Objects inside an object, by the name of their class; "| None" behind it says that null is right as well.
+_PARTS: dict[str, type] = {
+    "GateConfig": GateConfig,
+    "PreloadUse": PreloadUse,
+    "Traits": Traits,
+    "WeightsPolicy": WeightsPolicy,
+}
+_CHOICES = {(PreloadUse, "mode"): ("zero_copy", "copy"), (WeightsPolicy, "method"): ("full", "sample")}
 
 
 def fits(value: t.Any, annotation: str) -> bool:
     """Whether a value from a JSON file is what a dataclass says of it: the types above, lists and objects of them."""
     if annotation == "t.Any":
         return True
+    kind, _unused, nullable = annotation.partition(" | ")
+    if kind in _PARTS:
+        return isinstance(value, _PARTS[kind]) or (value is None and bool(nullable))
     if annotation.startswith("list["):
         return isinstance(value, list) and all(fits(item, annotation[5:-1]) for item in value)
     if annotation.startswith("dict[str, "):
@@ -87,11 +167,16 @@ def build(cls: type, value: t.Any, where: str) -> t.Any:
         )
     fields = cls.__dataclass_fields__  # type: ignore[attr-defined]
     known = {name: value[name] for name in fields if name in value}
-    wrong = [name for name, item in known.items() if name != "gate" and not fits(item, str(fields[name].type))]
-    if isinstance(value.get("gate"), dict):
-        known["gate"] = build(GateConfig, value["gate"], f"{where}, key gate")
-    elif value.get("gate") is not None:
-        wrong.append("gate")
+    wrong = []
+    for name, item in known.items():
+        kind, _unused, nullable = str(fields[name].type).partition(" | ")
+        if kind not in _PARTS:
+            right = fits(item, kind) and item in _CHOICES.get((cls, name), [item])
+            wrong += [] if right else [name]
+        elif isinstance(item, dict):
+            known[name] = build(_PARTS[kind], item, f"{where}, key {name}")
+        elif item is not None or not nullable:
+            wrong.append(name)
     try:
         if not wrong:
             return cls(**known)
@@ -122,3 +207,30 @@ def load(engine: str) -> EngineConfig:
             known=known_engines(),
         )
     return t.cast(EngineConfig, build(EngineConfig, value, str(path)))
+
+
+def preload_dir() -> Path:
+    return store.root() / "etc/vllm/preload"
+
+
+def known_daemons() -> list[str]:
+    """The preload daemons that the roles declared on this host."""
+    return sorted(path.stem for path in preload_dir().glob("*.json") if NAME.fullmatch(path.stem))
+
+
+def load_daemon(daemon: str) -> PreloadConfig:
+    """The declared preload daemon.
+
+    :raises UsageError: not root, no such daemon (names the known ones), or its file is not what the roles write.
+    """
+    store.require_root()
+    path = preload_dir() / f"{daemon}.json"
+    value = store.read_json(path) if NAME.fullmatch(daemon) else None
+    if value is None:
+        there = ", ".join(known_daemons()) or "none"
+        raise UsageError(
+            f"host {socket.gethostname()} has no preload daemon '{daemon}'; daemons declared there: {there}",
+            next_step="correct the name, or declare the daemon in vllm_preload_instances and run playbooks/site.yml",
+            known=known_daemons(),
+        )
+    return t.cast(PreloadConfig, build(PreloadConfig, value, str(path)))

@@ -16,7 +16,7 @@ import time
 import typing as t
 from pathlib import Path
 
-from . import claim, compile_cache, gpu, lease, process, store
+from . import claim, compile_cache, gpu, lease, owners, preload_doors, process, store
 from .config import EngineConfig
 from .deadline import Deadline
 from .engine import Engine
@@ -89,6 +89,8 @@ def preflight(config: EngineConfig, report: Report) -> None:
     _probe_as_user(config, python)
     _free_socket(config)
     compile_cache.prepare(config, report)
+    # Before the ticket for its GPUs: its daemon may have to start meanwhile.
+    preload_doors.await_daemon(config, report)
     claim.begin(config, invocation, Deadline(config.start_timeout), report)
 
 
@@ -127,40 +129,21 @@ def _probe_as_user(config: EngineConfig, python: Path) -> None:
 def _free_socket(config: EngineConfig) -> None:
     """Nobody may listen where the engine will; a socket file without a listener is removed."""
     path = Path(config.socket)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(2)
-        try:
-            connection.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink(missing_ok=True)
-            return
-        except FileNotFoundError:
-            return
-        except OSError as exc:
-            raise UsageError(
-                f"engine '{config.engine}' on {socket.gethostname()}: socket {path}: {exc}", next_step=f"look at {path}"
-            ) from exc
-        pid = _peer_pid(connection)
+    try:
+        pid = owners.listener(path)
+    except OSError as exc:
+        raise UsageError(
+            f"engine '{config.engine}' on {socket.gethostname()}: socket {path}: {exc}", next_step=f"look at {path}"
+        ) from exc
+    if pid is None:
+        path.unlink(missing_ok=True)
+        return
     raise Refused(
-        f"engine '{config.engine}' on {socket.gethostname()}: process {pid} ({_command(pid)}) already "
+        f"engine '{config.engine}' on {socket.gethostname()}: process {pid} ({owners.command(pid)}) already "
         f"listens on {path}",
         next_step=f"find its unit with 'systemctl status {pid}' and stop that unit",
         pid=pid,
     )
-
-
-def _peer_pid(connection: socket.socket) -> int:
-    import struct
-
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", credentials)[0])
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()[:120]
-    except OSError:
-        return "gone"
 
 
 def ready(config: EngineConfig, report: Report, main_pid: int) -> None:
@@ -178,6 +161,7 @@ def ready(config: EngineConfig, report: Report, main_pid: int) -> None:
     try:
         _await_serving(config, engine, main_pid, identity, deadline, report)
         boot = time.monotonic() - begun
+        lent = preload_doors.confirm(config, report)
         warm = 0.0
         for shape in config.warmup or [{"prompt_tokens": 4, "max_tokens": 1}]:
             _alive(config, main_pid, identity)
@@ -202,6 +186,7 @@ def ready(config: EngineConfig, report: Report, main_pid: int) -> None:
             "pids": Unit(config.unit).show().pids,
             "runtime_version": config.runtime_version,
             "invocation": os.environ.get("INVOCATION_ID", ""),
+            "preload": lent,
         },
     )
     compile_cache.proved(config)
@@ -307,6 +292,7 @@ def settle(config: EngineConfig, report: Report) -> None:
     started = lease.last_start(config.engine) or {}
     end = {key: os.environ.get(key.upper(), "") for key in ("service_result", "exit_code", "exit_status")}
     lease.record(config.engine, "last_stop.json", {**end, "main_pid": started.get("main_pid")})
+    preload_doors.settle_promise(config)
     report(
         f"{config.engine}: stopped, {end['service_result'] or 'result unknown'} (status {end['exit_status'] or '?'})"
     )
@@ -320,7 +306,7 @@ def settle(config: EngineConfig, report: Report) -> None:
         if not deadline.rest(0.5):
             raise Refused(
                 f"engine '{config.engine}' on {socket.gethostname()}: its GPU memory is still held by "
-                + ", ".join(f"process {pid} ({_command(pid)}, {mib} MiB)" for pid, mib in holders.items()),
+                + ", ".join(f"process {pid} ({owners.command(pid)}, {mib} MiB)" for pid, mib in holders.items()),
                 next_step="stop what the processes belong to (systemctl status PID) before the next start",
                 left={"processes": holders},
             )

@@ -1,7 +1,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Speaks to the kernel about host memory: what is available, and the limits of a unit's control group."""
+"""Speaks to the kernel: host memory, the limits of a unit's control group, which boot this is."""
 
 from __future__ import annotations
 
@@ -41,6 +41,14 @@ def host_memory(control_group: str, pids: list[int]) -> MemoryState:
         )
     except (OSError, KeyError, ValueError, IndexError) as exc:
         raise Surprise(f"/proc/meminfo cannot be read: {exc!r}") from exc
+
+
+def boot_id() -> str:
+    """Another one after each boot; empty where the kernel does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
 
 
 def _limit(control_group: str) -> int | None:

@@ -10,13 +10,15 @@ import time
 import typing as t
 from dataclasses import asdict, dataclass, field
 
-from . import gpu, lease
+from . import gpu, lease, pairing
 from .config import EngineConfig
 from .engine import SLEEP_STATES, Engine, Metrics
 from .errors import LifecycleError, Unreachable
 from .gate import Gate, GateState
 from .host import MemoryState, host_memory
 from .lease import Lease, SleepRecord
+from .pairing import EnginePreload
+from .source import ZERO_COPY
 from .unit import Unit, UnitState
 
 STATES = (
@@ -74,6 +76,7 @@ class Observation:
     sleep: SleepRecord | None
     runtime_version: str
     stale: bool | None
+    preload: EnginePreload | None = None
 
     @property
     def in_flight(self) -> int | None:
@@ -140,7 +143,18 @@ def observe(config: EngineConfig) -> Observation:
     sleep = looker.look("sleep", lambda: lease.sleep_record(config.engine))
     if sleep is not None and (unit is None or sleep.main_pid != unit.main_pid):
         sleep = None  # the record of a process that has ended
-    state, level, reasons = derive(unit, api, gate, sleep, has_gate=config.gate is not None, unseen=looker.unseen)
+    devices = looker.look("gpu", gpu.observe)
+    awake = api is not None and (api.sleeping is False or api.dev_mode is False)
+    preload = looker.look("preload", lambda: pairing.engine_preload(config, unit, started, devices, awake=awake))
+    state, level, reasons = derive(
+        unit,
+        api,
+        gate,
+        sleep,
+        has_gate=config.gate is not None,
+        unseen=looker.unseen,
+        lent=preload is not None and preload.weights_source == ZERO_COPY,
+    )
     broken = [looker.unseen[name] for name in ("lease", "sleep") if name in looker.unseen]
     if broken:
         state, reasons = "unknown", [*reasons, *broken]
@@ -155,7 +169,7 @@ def observe(config: EngineConfig) -> Observation:
         api=api,
         gate=gate,
         has_gate=config.gate is not None,
-        gpus=looker.look("gpu", gpu.observe),
+        gpus=devices,
         memory=looker.look("memory", lambda: host_memory(unit.control_group, unit.pids)) if unit else None,
         lease=held,
         started=started,
@@ -163,6 +177,7 @@ def observe(config: EngineConfig) -> Observation:
         sleep=sleep,
         runtime_version=config.runtime_version,
         stale=_stale(config, unit, started),
+        preload=preload,
     )
 
 
@@ -216,11 +231,13 @@ def derive(
     *,
     has_gate: bool,
     unseen: t.Mapping[str, str],
+    lent: bool = False,
 ) -> tuple[str, int | None, list[str]]:
     """(state, sleep level, reasons) from the signals. Pure; missing or contradicting signals are ``unknown``.
 
     ``sleep`` is our own record of the process that runs now: the engine repeats whatever level was asked of it last,
-    and after a plain wake from level 2 it says awake while its weights are gone.
+    and after a plain wake from level 2 it says awake while its weights are gone; unless they are ``lent`` by a preload
+    daemon, and never slept.
     """
     if unit is None:
         return "unknown", None, [unseen.get("unit", "systemd was not seen")]
@@ -260,7 +277,7 @@ def derive(
         if api.sleeping and api.paused is not False:
             return _derive_asleep(level, sleep)
         return "unknown", None, [f"the metrics say asleep at level {level}, /is_sleeping says {api.sleeping}"]
-    if sleep is not None and sleep.level == 2:
+    if sleep is not None and sleep.level == 2 and not lent:
         if "reloaded" in sleep.awake:
             return _derive_asleep(2, sleep)  # a staged wake that was killed near its end
         why = "it was put to sleep at level 2 and says it is awake: someone woke it without reloading its weights"

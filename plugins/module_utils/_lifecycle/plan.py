@@ -9,6 +9,7 @@ import typing as t
 
 from .errors import Refused, UnknownState
 from .observe import Observation
+from .source import ZERO_COPY
 
 
 class Step(t.NamedTuple):
@@ -81,6 +82,7 @@ def plan(wanted: str, now: Observation, options: Options) -> list[Step]:
             "asleep": _asleep,
             "awake": _awake,
         }[wanted](now, options)
+    _judge_weights(now, wanted, steps)
     if steps and options.lease_against and not options.force:
         raise Refused(
             f"engine '{now.engine}' on {now.host} is held by {options.lease_against}",
@@ -98,6 +100,29 @@ def _refuse(now: Observation, wanted: str, next_step: str) -> t.NoReturn:
         next_step=next_step,
         reasons=now.reasons,
     )
+
+
+def _judge_weights(now: Observation, wanted: str, steps: list[Step]) -> None:
+    """An engine with a preload daemon: what would not start is not stopped, what serves wrong weights is not admitted.
+
+    :raises Refused: names why; nothing was touched.
+    """
+    if now.preload is None:
+        return
+    starts = START in steps and now.state != "starting"
+    if starts and now.preload.next_start == "refused":
+        raise Refused(
+            f"engine '{now.engine}' on {now.host} is {now.state} and would not start again: "
+            + "; ".join(now.preload.why),
+            next_step="correct that first; a daemon is changed while its engines are stopped: vllm_engine "
+            "state=stopped, vllm_preload, vllm_engine state=started",
+            preload={"daemon": now.preload.daemon, "state": now.preload.state, "why": now.preload.why},
+        )
+    if now.preload.wrong and PROVE in steps and not starts:
+        raise Refused(
+            f"engine '{now.engine}' on {now.host} is not brought to {wanted}: {now.preload.wrong}",
+            next_step="stop it, bring its daemon and its checkpoint together (vllm_preload), and start it",
+        )
 
 
 def _is_stopping(now: Observation) -> bool:
@@ -213,6 +238,8 @@ def _asleep(now: Observation, options: Options) -> list[Step]:
             "they need",
             next_step="use level 0 to keep them, or mode wait or abort",
         )
+    if level or options.kv_only:
+        _may_sleep(now, level)
     if now.state in ("asleep", "waking"):
         kv_only = now.sleep is not None and now.sleep.kv_only
         there = now.state == "asleep" and now.level == level and (level != 0 or kv_only == options.kv_only)
@@ -238,6 +265,36 @@ def _asleep(now: Observation, options: Options) -> list[Step]:
     return [*_lease(now, options, "asleep"), *([] if now.state == "drained" else _out(now, "asleep")), SLEEP]
 
 
+def _may_sleep(now: Observation, level: int) -> None:
+    """An engine whose weights belong to a preload daemon frees its KV cache only, and gets its weights back by itself.
+
+    One that was started for a daemon and has weights of its own sleeps as usual, but cannot load them anew: the loader
+    of --load-format ipc_cache does not know how. Whoever opts in has each wake proved by a golden completion.
+    """
+    if now.preload is None:
+        return
+    here = f"engine '{now.engine}' on {now.host}"
+    if now.preload.maps and not now.preload.may_sleep:
+        raise Refused(
+            f"{here} takes its weights from preload daemon '{now.preload.daemon}' in zero copy: a sleep would free its "
+            "KV cache only, and vLLM's documentation forbids the two together",
+            next_step="use mode copy or no preload for engines that sleep, or set preload.allow_zero_copy_sleep: true",
+        )
+    if level == 2 and now.preload.weights_source is None:
+        _refuse(now, "sleep at level 2", f"find out where its weights come from: {'; '.join(now.preload.why)}")
+    if level == 2 and now.preload.weights_source != ZERO_COPY:
+        raise Refused(
+            f"{here} was started with --load-format ipc_cache and has its weights from {now.preload.weights_source}: "
+            "vLLM cannot load them anew after level 2",
+            next_step="use level 1",
+        )
+
+
+def _lent(now: Observation) -> bool:
+    """Its weights are a preload daemon's: they stay when it sleeps."""
+    return now.preload is not None and now.preload.weights_source == ZERO_COPY
+
+
 def _awake(now: Observation, options: Options) -> list[Step]:
     if now.state in ("asleep", "waking"):
         steps = [*_lease(now, options, "awake"), *_rouse(now, options.tags)]
@@ -255,7 +312,10 @@ def _rouse(now: Observation, tags: tuple[str, ...] = ()) -> list[Step]:
     if now.level == 0:
         whole = [WAKE] if _keeps_kv(now) else [WAKE, RESET_CACHE]
         return whole if not tags or "kv_cache" in tags else []  # its weights have never slept
-    if now.level == 1 and not done and not tags:
+    gone = now.level == 2 and not _lent(now)
+    if gone and now.preload is not None and now.preload.maps:
+        _refuse(now, "awake", "find out where its weights come from, or restart it with vllm_engine")
+    if not gone and not done and not tags:
         return [WAKE, RESET_CACHE]
     if tags == ("kv_cache",) and not {"weights", "reloaded"} & set(done):
         _refuse(now, "awake", "wake its weights first, or all of it at once")
@@ -268,7 +328,7 @@ def _rouse(now: Observation, tags: tuple[str, ...] = ()) -> list[Step]:
     return [
         step
         for step, tag, part in staged
-        if part not in done and (not tags or tag in tags) and (step is not RELOAD or now.level == 2)
+        if part not in done and (not tags or tag in tags) and (step is not RELOAD or gone)
     ]
 
 

@@ -26,6 +26,7 @@ _PROPERTIES = (
     "UnitFileState",
     "Job",
     "InvocationID",
+    "ExecMainStatus",
 )
 # Where the hierarchy with systemd's groups is mounted: cgroup v2, hybrid, v1.
 _HIERARCHIES = ("sys/fs/cgroup", "sys/fs/cgroup/unified", "sys/fs/cgroup/systemd")
@@ -48,6 +49,7 @@ class UnitState:
     enabled: str
     job: str
     invocation: str = ""
+    main_status: int = 0
     pids: list[int] = field(default_factory=list)
 
 
@@ -99,6 +101,7 @@ class Unit:
                 enabled=values.get("UnitFileState", ""),
                 job=values.get("Job", ""),
                 invocation=values.get("InvocationID", ""),
+                main_status=int(values.get("ExecMainStatus") or 0),
                 pids=group_pids(values.get("ControlGroup", "")),
             )
         except (KeyError, ValueError) as exc:
@@ -177,6 +180,27 @@ class Unit:
         except (OSError, process.TimeoutExpired) as exc:
             return [f"(the journal could not be read: {exc})"]
         return (done.stdout or done.stderr).splitlines()[-lines:]
+
+    def log(self, invocation: str, until: float | None = None) -> list[str] | None:
+        """All that the processes of one start have logged; None where nothing of it can be read.
+
+        :param invocation: systemd's id of that start.
+        :param until: seconds since the epoch; later lines are left out.
+        """
+        if not invocation:
+            return None
+        words = ["journalctl", "--unit", self.name, "--quiet", "--no-pager", "--output", "cat"]
+        words += [f"--until=@{int(until) + 1}"] if until is not None else []
+        try:
+            done = process.run([*words, f"_SYSTEMD_INVOCATION_ID={invocation}"], QUERY_TIMEOUT)
+        except (OSError, process.TimeoutExpired):
+            return None
+        return done.stdout.splitlines() if done.returncode == 0 else None
+
+    def restart_soon(self) -> None:
+        """Ask for a restart and do not wait for it."""
+        self._queue("reset-failed")
+        self._queue("restart", "--no-block")
 
     def _queue(self, verb: str, *options: str) -> None:
         done = _systemctl(verb, *options, "--", self.name)

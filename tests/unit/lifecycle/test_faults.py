@@ -663,7 +663,7 @@ ABSENT = {"daemon": "base", "state": "absent"}
     ("fault", "timeout", "says"),
     [
         ("daemon_crash=0", 60, "did not start|ended before it was ready"),
-        ("daemon_never_ready", 3, "is unusable after 3 s: health is 503"),
+        ("daemon_never_ready", 3, "is unusable after 3 s: health 503"),
     ],
 )
 def test_a_daemon_that_does_not_get_ready(world, fault, timeout, says):
@@ -722,13 +722,44 @@ def test_a_daemon_that_stops_slowly(world):
 def test_a_daemon_that_an_engine_maps_is_left_alone_unless_forced(world):
     host = world(gpus=1, start=False)
     daemon = host.daemon(engines=["chat", "not-declared-yet"])
+    host.takes_from(host.chat)
     host.done(vllm_preload, **READY)
     host.systemd.ctl("start", host.chat.unit)
     result = host.run(vllm_preload, **ABSENT)
-    assert "the running engine(s) chat may map its memory" in result["msg"]
+    assert "The running engine(s) chat may map its memory" in result["msg"]
     assert "vllm_engine state=stopped" in result["next_step"]
     assert daemon.health() == 200
     assert host.done(vllm_preload, **ABSENT, force=True)["after"]["state"] == "absent"
+
+
+@covers("daemon_released", "preload_fails_late", "log_quiet")
+@pytest.mark.parametrize(
+    ("of_daemon", "of_engine", "fallback", "source", "says"),
+    [
+        ("daemon_released", "", True, "disk", "Weights were released"),
+        ("daemon_released", "", False, None, "did not start"),
+        ("", "preload_fails_late", True, "disk", "IPC loading failed"),
+        ("", "preload_fails_late", False, None, "has loaded its weights from disk"),
+        ("", "log_quiet", True, None, "its log of this start does not say"),
+        ("", "log_quiet", False, None, "is not proved: its log of this start does not say"),
+    ],
+)
+def test_an_engine_that_did_not_get_its_weights_from_the_daemon(world, of_daemon, of_engine, fallback, source, says):
+    """Not what was asked for: told where a fall-back is allowed, a failed start where none is."""
+    host = world(gpus=1, start=False, doors=("preflight", "ready"), fault=[of_engine] if of_engine else [])
+    host.daemon(engines=["chat"], doors=True, fault=[of_daemon] if of_daemon else [])
+    host.takes_from(host.chat, fallback=fallback)
+    host.done(vllm_preload, **READY)
+    result = host.run(vllm_engine, state="started")
+    assert bool(result.get("failed")) is not fallback
+    if fallback:
+        seen = host.info()["preload"]
+        assert seen["weights_source"] == source
+        assert says in " ".join(seen["why"])
+        assert host.done(vllm_preload, **READY)["engines"] == {"chat": source}
+    else:
+        assert says in "\n".join([result["msg"], *result["journal"]])
+        assert host.chat.active() == "failed"
 
 
 # 5. What is left.
@@ -743,7 +774,6 @@ LATER = {
     "start_small_kv": "the size of the KV cache belongs to the memory plan of a GPU",
     "memory_lingers": "free GPU memory before a start belongs to preflight's memory check",
     "shm_left": "left-over files in /dev/shm belong to preflight's clean-up",
-    "daemon_released": "a daemon that was used up is known by the record that the engine's role keeps",
 }
 
 

@@ -415,45 +415,98 @@ class World:
             "config_digest": "0",
         }
 
-    def daemon(self, *, fault=(), engines=(), **options) -> SimDaemon:
-        """A declared preload daemon ``base`` that nobody has started."""
-        name = "base"
+    def daemon(
+        self, name="base", *, fault=(), engines=(), doors=False, declared=None, unit=None, gpus=None, **options
+    ) -> SimDaemon:
+        """A declared preload daemon that nobody has started.
+
+        With ``doors`` its unit calls the product's command; without, it is one as an older role wrote it. ``declared``
+        changes its declaration, ``unit`` its unit.
+        """
         sockets = self.root / "run/vllm" / name
         sockets.mkdir(parents=True, mode=0o700)
         state = self.root / "sim" / name
         state.mkdir()
         daemon = SimDaemon(state, sockets, free_port(), [], {})
+        uuids = self.gpu.uuids if gpus is None else gpus
         given = {
             "model": f"{self.root}/srv/models/tiny",
             "ledger": self.gpu.ledger.path,
+            "gpu": uuids,
             "fault": list(fault),
+            "speed": 1000,
             **options,
         }
         health = ["--weight-cache-health-port", str(daemon.port), "--weight-cache-health-host", "127.0.0.1"]
         words = [*command_line(given), "--weight-cache-socket-dir", str(sockets), *health, "--state", str(state)]
+        doors_of = {"preflight": "ExecStartPre", "ready": "ExecStartPost", "settle": "ExecStopPost"}
+        commands = {where: f"+{self.command} preload-{door} %i" for door, where in doors_of.items() if doors}
+        directives = {
+            "KillMode": "mixed",
+            "SuccessExitStatus": [241],
+            "TimeoutStopSec": 60,
+            **commands,
+            **(unit or {}),
+        }
         self.systemd.add(
             f"vllm-preload@{name}.service",
             ExecStart=[sys.executable, "-I", "-S", str(HERE / "daemon.py"), *words],
-            KillMode="mixed",
-            SuccessExitStatus=[241],
-            TimeoutStopSec=60,
+            **directives,
         )
-        declared = {
+        value = {
             "schema": 1,
             "daemon": name,
             "unit": f"vllm-preload@{name}.service",
             "socket_dir": str(sockets),
-            "sockets": [weightcache.socket_path(sockets, uuid).name for uuid in self.gpu.uuids],
+            "sockets": [weightcache.socket_path(sockets, uuid).name for uuid in uuids],
             "health_port": daemon.port,
             "start_timeout": 60,
-            "gpus": self.gpu.uuids,
+            "gpus": uuids,
             "engines": list(engines),
-            "weights_mib": 13294,
+            "weights_mib": 13294 // options.get("tensor_parallel_size", 1),
         }
-        path = self.root / f"etc/vllm/preload/{name}.json"
-        path.parent.mkdir(parents=True)
-        path.write_text(json.dumps(declared))
+        if doors:
+            runtime = self._script(f"opt/vllm/preload/{name}/bin/vllm", "#!/bin/sh\n")
+            value.update(
+                user=getpass.getuser(),
+                runtime=str(runtime.parents[1]),
+                runtime_version=options.get("version", "0.33.0"),
+                model=given["model"],
+                traits={"tensor_parallel": options.get("tensor_parallel_size", 1)},
+                config_digest="0",
+            )
+        self.write(f"etc/vllm/preload/{name}.json", value | (declared or {}))
         return daemon
+
+    def write(self, where: str, value: dict) -> None:
+        path = self.root / where
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(value))
+
+    def change(self, where: str, **changes) -> None:
+        """Change keys of one of the JSON files that the roles write."""
+        self.write(where, json.loads((self.root / where).read_text()) | changes)
+
+    def takes_from(self, engine: Engine, daemon: str = "base", *, mode="zero_copy", fallback=False, **use) -> None:
+        """Let an engine that was built with ``start=False`` take its weights from a daemon, as its role does."""
+        source = {
+            "socket_dir": f"{self.root}/run/vllm/{daemon}",
+            "mode": mode,
+            "fallback": fallback,
+            "state_timeout_s": 2,
+        }
+        path = self.root / f"etc/vllm/engines/{engine.name}.yaml"
+        options = yaml.safe_load(path.read_text())
+        options.update({"load-format": "ipc_cache", "model-loader-extra-config": json.dumps(source)})
+        # Sleep mode beside zero copy is for those who opt in.
+        asleep = mode == "copy" or use.get("allow_zero_copy_sleep", False)
+        options["enable-sleep-mode"] = asleep
+        path.write_text(yaml.safe_dump(options, width=10000))
+        self.change(
+            f"etc/vllm/lifecycle/{engine.name}.json",
+            preload={"daemon": daemon, "mode": mode, "fallback": fallback, "wait": 60, **use},
+            sleep_mode=asleep,
+        )
 
     def start(self) -> None:
         """Everything serves."""

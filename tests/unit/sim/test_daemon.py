@@ -145,3 +145,36 @@ def test_start_and_release_faults(tmp_path, gpu):
         sim_engine(tmp_path, gpu=gpu, **from_daemon(daemon)) as engine,
     ):
         assert "Weights were released); falling back to disk loading" in engine.output()
+
+
+def test_faults_of_an_engine_that_takes_its_weights_from_a_daemon(tmp_path, gpu):
+    with sim_daemon(tmp_path, gpu) as daemon:
+        source = from_daemon(daemon, mode="copy")
+        with sim_engine(tmp_path, gpu=gpu, fault=["preload_fails_late"], **source) as engine:
+            assert "Weight cache IPC loading failed; falling back to disk loading" in engine.output()
+            assert "released cached weights" in daemon.output()
+    with (
+        sim_daemon(tmp_path, gpu, name="b") as daemon,
+        sim_engine(tmp_path, name="b-engine", gpu=gpu, fault=["log_quiet"], **from_daemon(daemon)) as engine,
+    ):
+        assert "Mapped" not in engine.output()
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors"])
+def test_a_daemon_refuses_what_it_cannot_hand_over(tmp_path, gpu, method):
+    with sim_daemon(tmp_path, gpu, wait=False, quantization=method) as daemon:
+        assert daemon.wait() == 1
+        assert "does not support loading from pre-processed weights" in daemon.output()
+    folder = model.write(tmp_path / "model", "one")
+    (folder / "config.json").write_text(f'{{"quantization_config": {{"quant_method": "{method}"}}}}')
+    with sim_daemon(tmp_path, gpu, name="b", wait=False, model=folder) as daemon:
+        assert daemon.wait() == 1
+
+
+@pytest.mark.parametrize("mode", ["copy", "zero_copy"])
+def test_an_engine_that_was_started_for_a_daemon_cannot_reload(tmp_path, gpu, mode):
+    with (
+        sim_daemon(tmp_path, gpu) as daemon,
+        sim_engine(tmp_path, gpu=gpu, enable_sleep_mode=True, **from_daemon(daemon, mode=mode)) as engine,
+    ):
+        assert engine.request("POST", "/collective_rpc", {"method": "reload_weights"}).status == 500

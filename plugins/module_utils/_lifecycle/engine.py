@@ -21,6 +21,14 @@ from .http import Answer, Client, Params
 
 # The label whose value is 1, and the level it stands for. At level 0 (scheduling or KV cache only) none is.
 SLEEP_STATES = {"awake": None, "": 0, "weights_offloaded": 1, "discard_all": 2}
+# Routes that depend on version and settings.
+ROUTES = {
+    "pause": "/pause",
+    "sleep": "/sleep",
+    "kv_release": "/release_kv_cache_memory",
+    "reload": "/collective_rpc",
+    "lora_update": "/v1/load_lora_adapter",
+}
 _SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 
@@ -173,6 +181,16 @@ class Engine:
 
     def is_sleeping(self, timeout: float) -> bool | None:
         return self.flag("/is_sleeping", "is_sleeping", timeout)
+
+    def capabilities(self, timeout: float) -> list[str]:
+        """What this engine can be asked to do, by its routes: a GET of one that takes POST is 405, of none 404."""
+        return [name for name, path in ROUTES.items() if self._has_route(path, timeout)]
+
+    def _has_route(self, path: str, timeout: float) -> bool:
+        answer = self.call("GET", path, timeout=timeout)
+        if answer.status not in (404, 405):
+            raise Surprise(f"{answer.url} answered HTTP {answer.status} to a GET, which is neither 404 nor 405")
+        return answer.status == 405
 
     def metrics(self, timeout: float) -> Metrics:
         answer = self.call("GET", "/metrics", timeout=timeout)

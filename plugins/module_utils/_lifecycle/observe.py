@@ -48,6 +48,7 @@ class ApiState:
     sleeping: bool | None = None
     metrics: Metrics | None = None
     models: list[str] | None = None
+    capabilities: list[str] | None = None
 
     @property
     def in_flight(self) -> int | None:
@@ -205,6 +206,7 @@ def _ask_api(engine: Engine, looker: _Looker) -> ApiState | None:
         ("metrics", engine.metrics),
         ("version", engine.version),
         ("models", engine.models),
+        ("capabilities", engine.capabilities),
     ]
     for signal, ask in questions:
         try:
@@ -255,7 +257,9 @@ def derive(
         return "unknown", None, [f"systemd says {unit.active_state}/{unit.sub_state}"]
 
     doubts = [
-        f"{name[4:]}: {why}" for name, why in unseen.items() if name.startswith("api.") and name != "api.dev_mode"
+        f"{name[4:]}: {why}"
+        for name, why in unseen.items()
+        if name.startswith("api.") and name not in ("api.dev_mode", "api.capabilities")
     ]
     if has_gate and gate is None:
         doubts.append(unseen.get("gate", "the gate was not seen"))

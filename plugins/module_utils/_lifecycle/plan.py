@@ -259,6 +259,12 @@ def _asleep(now: Observation, options: Options) -> list[Step]:
             f"engine '{now.engine}' on {now.host} has no development endpoints, so it cannot sleep",
             next_step="set dev_mode: true (VLLM_SERVER_DEV_MODE=1) and enable-sleep-mode for it, and restart it",
         )
+    can = now.api.capabilities
+    if can is not None and (lacks := {"kv_release" if options.kv_only else "sleep"} - set(can)):
+        raise Refused(
+            f"engine '{now.engine}' on {now.host} (vLLM {now.api.version}) does not offer {lacks.pop()}; it can {can}",
+            next_step="use a level that it offers, or another vLLM version",
+        )
     if options.keep and _is_frozen(now):
         return [*_lease(now, options, "asleep"), *_closed(now), SLEEP]
     # A paused engine's sleep is what is wanted as well: the drain's second lock falls away with it.

@@ -221,7 +221,9 @@ def test_older_versions_go_the_same_ways(world, version):
     ]:
         assert host.done(module, **options)["after"]["state"] == state
     assert host.chat.seen()["weights"] == weights
-    assert host.info()["api"]["version"] == version
+    api = host.info()["api"]
+    assert api["version"] == version
+    assert api["capabilities"] == ["pause", "sleep", "kv_release", "reload"]
 
 
 @pytest.mark.parametrize(
@@ -273,6 +275,7 @@ def test_without_development_endpoints_the_closed_gate_is_the_lock(world):
     assert result["after"]["state"] == "drained"
     assert result["after"]["paused"] is None, "a 404 is not 'not paused'"
     assert host.chat.mutations() == []
+    assert host.info()["api"]["capabilities"] == []
     refused = host.run(vllm_sleep)
     assert "no development endpoints" in refused["msg"]
     assert host.done(vllm_drain, state="serving")["after"]["state"] == "serving"

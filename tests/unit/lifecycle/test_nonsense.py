@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import cli, config, lease, observe, plan, store
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.engine import (
+    ROUTES,
     SLEEP_STATES,
     Completion,
     Engine,
@@ -338,6 +339,10 @@ GOOD = {
 }
 
 
+# What the routes say of what it can do, which is no sign of its state.
+CAN = dict.fromkeys(ROUTES.values(), b"HTTP/1.1 405 Method Not Allowed\r\nContent-Length: 0\r\n\r\n")
+
+
 def state_of(engine_config: config.EngineConfig) -> tuple[str, t.Any, list[str]]:
     looker = observe._Looker()
     api = observe._observe_api(engine_config, looker)
@@ -348,8 +353,18 @@ def state_of(engine_config: config.EngineConfig) -> tuple[str, t.Any, list[str]]
 
 
 def test_the_good_answers_are_those_of_an_engine_that_serves(raw):
-    raw.answers = GOOD
-    assert state_of(config.load("chat"))[0] == "serving"
+    raw.answers = {**GOOD, **CAN}
+    state, api, _reasons = state_of(config.load("chat"))
+    assert (state, api.capabilities) == ("serving", list(ROUTES))
+    raw.answers = {}
+
+
+@pytest.mark.parametrize("path", CAN)
+def test_what_it_can_do_is_not_known_from_nonsense(raw, path):
+    for reply in (b"", answer({}), b"HTTP/1.1 500 x\r\nContent-Length: 0\r\n\r\n"):
+        raw.answers = {**GOOD, **CAN, path: reply}
+        state, api, _reasons = state_of(config.load("chat"))
+        assert (state, api.capabilities) == ("serving", None)
     raw.answers = {}
 
 
@@ -357,7 +372,7 @@ def test_the_good_answers_are_those_of_an_engine_that_serves(raw):
 @hypothesis.given(path=st.sampled_from(list(GOOD)), reply=replies())
 def test_one_malformed_answer_among_good_ones(raw, path, reply):
     hypothesis.assume(reply.status != 404)  # says that there is no such route, which has tests of its own
-    raw.answers = {**GOOD, path: reply.data}
+    raw.answers = {**GOOD, **CAN, path: reply.data}
     try:
         state, api, reasons = state_of(config.load("chat"))
     finally:

@@ -368,6 +368,14 @@ def test_a_wake_by_parts(now, options, expected):
         assert (after["state"], after["admission"], after["lease"]) == ("waking", "closed", OURS)
 
 
+@pytest.mark.parametrize(("options", "lacks"), [({}, "sleep"), ({"kv_only": True}, "kv_release")])
+def test_a_sleep_that_the_engine_does_not_offer_is_refused(options, lacks):
+    can = [name for name in ("pause", "sleep", "kv_release") if name != lacks]
+    now = observation(api=dataclasses.replace(api_state(), capabilities=can))
+    with pytest.raises(Refused, match=f"does not offer {lacks}"):
+        plan("asleep", now, OPTIONS._replace(**options))
+
+
 END = {
     "drained": observation(gate=gate_state("closed"), api=api_state(paused=True), held=AFTER_DRAIN),
     "serving": SERVING,

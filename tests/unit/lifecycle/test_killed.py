@@ -40,6 +40,7 @@ STOP = (vllm_engine, {"state": "stopped"})
 SLEEP_1 = (vllm_sleep, {"level": 1})
 SLEEP_2 = (vllm_sleep, {"level": 2})
 SLEEP_KV = (vllm_sleep, {"kv_only": True})
+WAKE_WEIGHTS = (vllm_wake, {"tags": ["weights"]})
 OUT = ["lease", "withdraw", "await_router", "await_idle", "close", "await_closed"]
 BACK = ["prove", "admit", "await_ready", "release"]
 STAGED = ["wake_weights", "reload", "wake_kv", "reset_cache"]
@@ -64,6 +65,12 @@ CHANGES = {
     "wake": Change([SLEEP_1], (vllm_wake, {}), ["lease", "wake", "reset_cache", *BACK], SERVING),
     "wake from level 2": Change([SLEEP_2], (vllm_wake, {}), ["lease", *STAGED, *BACK], SERVING),
     "wake of the KV cache": Change([SLEEP_KV], (vllm_wake, {}), ["lease", "wake", "reset_cache", *BACK], SERVING),
+    "wake of the weights": Change(
+        [SLEEP_2], WAKE_WEIGHTS, ["lease", "wake_weights", "reload"], {**HELD, "asleep": "kv_cache"}
+    ),
+    "wake of the rest": Change(
+        [SLEEP_2, WAKE_WEIGHTS], (vllm_wake, {"tags": ["kv_cache"]}), ["wake_kv", "reset_cache", *BACK], SERVING
+    ),
     "stop": Change([], STOP, [*OUT, "stop"], {"unit": "inactive", "ready": False, "lease": OWNER, "used": [0]}),
     "start": Change([STOP], (vllm_engine, {"state": "started"}), ["lease", "start", *BACK], SERVING),
     "restart": Change(
@@ -156,3 +163,24 @@ def test_killed_in_the_middle_of_a_step(world, name, owner, method):
     host = prepare(world, change)
     kill_after(host, owner, method, change.call)
     converge(host, change)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [(Engine, "pause"), (Transition, "_freeze"), (Transition, "_close")],
+    ids=["pause", "freeze", "close"],
+)
+def test_killed_while_it_freezes_requests(world, owner, method):
+    host = world(gate=True, token_rate=100)
+    keep = (vllm_drain, {"mode": "keep", "timeout": 0.3})
+    with host.gate.client("chat", tokens=300) as stream:
+        stream.first()
+        kill_after(host, owner, method, keep)
+        assert host.chat.lease()["owner"] == OWNER
+        again = host.done(keep[0], **keep[1])
+        assert again["after"]["state"] == "draining"
+        assert host.chat.busy() == 1
+        assert not host.run(keep[0], check_mode=True, **keep[1])["changed"]
+        host.done(vllm_drain, state="serving")
+        assert stream.rest() == (300, "length")
+    assert serves(host.chat.seen())

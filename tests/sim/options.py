@@ -66,7 +66,8 @@ def flat_yaml(path: Path) -> list[str]:
         elif value and value.lower() not in ("false", "null"):
             if value[0] in "\"'":
                 value = value[1 : value.rindex(value[0])]
-            words += [f"--{name.replace('_', '-')}", value]
+            # In one word: the value of an option that is not known here would be taken for the model.
+            words.append(f"--{name.replace('_', '-')}={value}")
     return words
 
 

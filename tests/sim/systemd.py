@@ -202,10 +202,13 @@ class Supervisor:
         self.members()
 
     def members(self) -> list[int]:
-        """The control group: every descendant, zombies aside."""
+        """The control group: every descendant, zombies aside, but for units that one of them had started."""
         found, queue = [], [os.getpid()]
+        others = self.other_supervisors()
         while queue:
             pid = queue.pop()
+            if pid in others:
+                continue
             with contextlib.suppress(OSError):
                 for task in Path(f"/proc/{pid}/task").iterdir():
                     queue += [int(child) for child in (task / "children").read_text().split()]
@@ -218,6 +221,13 @@ class Supervisor:
         part.write_text("".join(f"{pid}\n" for pid in sorted(found)))
         part.replace(self.unit.cgroup / "cgroup.procs")
         return found
+
+    def other_supervisors(self) -> set[int]:
+        pids = set()
+        for file in self.unit.root.glob("run/*/supervisor"):
+            with contextlib.suppress(OSError, ValueError):
+                pids.add(int(file.read_text()))
+        return pids - {os.getpid()}
 
     def control(self, key: str, stoppable: bool, **more: str) -> int:
         """Run the commands of this directive one after the other; the first failure ends it."""

@@ -62,6 +62,7 @@ def judge(
     gpus: t.Collection[str] | None,
     driver: str | None,
     *,
+    lent: Model | None = None,
     modes: t.Mapping[str, str] | None = None,
     never: t.Sequence[str] = (),
     blocked: t.Sequence[str] = (),
@@ -73,6 +74,7 @@ def judge(
     :param model: of the engine's checkpoint; None where its config.json could not be read.
     :param gpus: UUIDs that the driver shows; None where it shows none.
     :param driver: its version now; None where it is not known.
+    :param lent: the same as ``model`` of the daemon's checkpoint, where that is another directory.
     :param modes: of all engines of this daemon, by name.
     :param never: why it must not start at all, a fall-back or not; found by the caller.
     :param blocked: why the daemon has nothing to give, and will not have by itself; found by the caller.
@@ -87,7 +89,8 @@ def judge(
     if daemon is None:
         conflicts = [f"there is no preload daemon '{use.daemon}' on this host"]
         return Verdict("cold" if use.fallback else "refused", conflicts)
-    conflicts = [*_differences(engine, daemon, model), *refusals(daemon, model, gpus), *blocked]
+    lent = lent or model
+    conflicts = [*_differences(engine, daemon, model, lent), *refusals(daemon, lent, gpus), *blocked]
     if conflicts:
         return Verdict("cold" if use.fallback else "refused", conflicts)
     again = [*news, *outdated(daemon, loaded, driver)]
@@ -118,9 +121,9 @@ def _unsafe(engine: EngineConfig, modes: t.Mapping[str, str]) -> list[str]:
     return found
 
 
-def _differences(engine: EngineConfig, daemon: PreloadConfig, model: Model | None) -> list[str]:
+def _differences(engine: EngineConfig, daemon: PreloadConfig, model: Model | None, lent: Model | None) -> list[str]:
     """Options by which vLLM tells weights apart, and LoRA, which decides their layout."""
-    ours, theirs = _comparable(engine.traits, model), _comparable(daemon.traits, model)
+    ours, theirs = _comparable(engine.traits, model), _comparable(daemon.traits, lent)
     pairs = [(name, ours[name], theirs[name]) for name in ours]
     pairs += [
         ("user", engine.user, daemon.user),
@@ -139,6 +142,7 @@ def _comparable(traits: Traits, model: Model | None) -> dict[str, t.Any]:
     if dtype == "auto" and model is not None and model.dtype in ("bfloat16", "float16"):
         dtype = model.dtype
     return {
+        "architecture": model.architecture if model else "",
         "dtype": dtype,
         "quantization": traits.quantization or (model.quantization if model else ""),
         "revision": traits.revision,

@@ -292,7 +292,7 @@ def settle(config: EngineConfig, report: Report) -> None:
     started = lease.last_start(config.engine) or {}
     end = {key: os.environ.get(key.upper(), "") for key in ("service_result", "exit_code", "exit_status")}
     lease.record(config.engine, "last_stop.json", {**end, "main_pid": started.get("main_pid")})
-    preload_doors.settle_promise(config)
+    preload_doors.settle_engine(config, report)
     report(
         f"{config.engine}: stopped, {end['service_result'] or 'result unknown'} (status {end['exit_status'] or '?'})"
     )

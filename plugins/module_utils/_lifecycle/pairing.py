@@ -78,6 +78,7 @@ def engine_preload(
         read_model(engine.model),
         None if devices is None else [device.uuid for device in devices],
         signals.driver,
+        lent=read_model(daemon.model) if daemon else None,
         modes=modes_of(daemon),
         **content,
     )
@@ -132,7 +133,8 @@ def _judge_content(
 ) -> dict[str, list[str]]:
     """What compat.judge has to be told of the daemon's state, and of the content of both checkpoints."""
     # A daemon that starts anew holds what then lies in its own checkpoint, else it holds what it has loaded.
-    again = state in ("absent", "starting", "failed") or bool(signals.used_by or signals.outdated)
+    again = state in ("absent", "starting", "failed")
+    again = again or bool(signals.used_by or signals.outdated or signals.mismatch)
     also = [reason for reason in reasons if reason not in signals.outdated]
     news: list[str] = []
     blocked: list[str] = []

@@ -128,15 +128,13 @@ class PreloadState:
     method: str = ""
     used_by: str = ""
     outdated: list[str] = field(default_factory=list)
+    mismatch: str = ""
 
     @property
     def renewable(self) -> bool:
-        """A start anew is all that it needs, and nothing else explains its state."""
-        return self.state == "unusable" and bool(self.used_by or self.outdated) and len(self.reasons) == len(self.why)
-
-    @property
-    def why(self) -> list[str]:
-        return [*([given_to(self.used_by)] if self.used_by else []), *self.outdated]
+        """It has only to load once more: nothing else is wrong with it."""
+        again = [*([given_to(self.used_by)] if self.used_by else []), *self.outdated, *filter(None, [self.mismatch])]
+        return self.state == "unusable" and bool(again) and set(self.reasons) <= set(again)
 
     def summary(self) -> dict[str, t.Any]:
         return {"state": self.state, "mapped_by": self.mapped_by}
@@ -186,6 +184,7 @@ def observe_preload(
         method=signals.loaded.method if signals.loaded else "",
         used_by=signals.used_by,
         outdated=list(signals.outdated),
+        mismatch=signals.mismatch or "",
     )
     if engines:
         _look_at_engines(wanted, signals, devices, found)
@@ -331,20 +330,25 @@ def _refused(wanted: PreloadConfig) -> list[str]:
     """
     paths = {name: f"{wanted.socket_dir}/{name}" for name in wanted.sockets}
     try:
-        user = pwd.getpwnam(wanted.user) if wanted.user and os.geteuid() == 0 else None
-        if user is not None and user.pw_uid != 0:
+        user = pwd.getpwnam(wanted.user)
+    except KeyError:
+        user = pwd.getpwuid(os.geteuid())
+    for python in (os.path.realpath(sys.executable), "/usr/bin/python3"):
+        if os.geteuid() != 0 or user.pw_uid == 0:
+            break
+        try:
             done = process.run(
-                [sys.executable, "-I", "-S", "-c", _CONNECT, *paths.values()],
+                [python, "-I", "-S", "-c", _CONNECT, *paths.values()],
                 CONNECT_TIMEOUT,
                 cwd="/",
                 user=user.pw_uid,
                 group=user.pw_gid,
                 extra_groups=[],
             )
-            if done.returncode == 0:
-                return [name for name, word in zip(paths, done.stdout.split()) if word != "1"]
-    except (KeyError, OSError, process.TimeoutExpired):
-        pass  # an interpreter that this user may not run
+        except (OSError, process.TimeoutExpired):  # an interpreter that this user may not run
+            continue
+        if done.returncode == 0:
+            return [name for name, word in zip(paths, done.stdout.split()) if word != "1"]
     return [name for name, path in paths.items() if not _accepts(path)]
 
 

@@ -51,8 +51,10 @@ def plan_preload(wanted: str, now: PreloadState, force: bool) -> list[Step]:
             next_step="repair what cannot be seen, then run this again",
             unseen=now.unseen,
         )
-    if now.mapped_by:
-        names = ", ".join(now.mapped_by)
+    # Of a daemon younger than an engine, that engine maps nothing: it may go, and its second copy with it.
+    mapped_by = [name for name in now.mapped_by if wanted == "ready" or name not in now.lost]
+    if mapped_by:
+        names = ", ".join(mapped_by)
         why = f"; {'; '.join(now.reasons)}" if now.reasons else ""
         raise Refused(
             f"preload daemon '{now.daemon}' on {now.host} is {now.state}{why}. The running engine(s) {names} may map "

@@ -39,7 +39,7 @@ from .preload import (
     state_dir,
 )
 from .preload_change import FORCED
-from .source import DISK, MODES, LogWord, held_by, identity, judge_source, read_log
+from .source import DISK, MODES, LogWord, explain, held_by, identity, judge_source, read_log
 from .unit import Unit, process_start
 
 Report = t.Callable[[str], None]
@@ -406,14 +406,15 @@ def await_daemon(engine: EngineConfig, report: Report) -> None:
         with ExitStack() as stack:
             ours = _try_lock(stack, f"preload-{daemon.daemon}")
             found = observe_preload(daemon)
-            if found.state == "ready" or (found.digest and not found.renewable):
+            may_renew = ours and found.renewable and not found.mapped_by
+            if found.digest and not may_renew:
                 _compare(engine, here, found, _own(engine, found.method, report))
             if ours and found.state == "ready":
                 if use.mode == "copy":
                     promise(engine, daemon, identity(found.main_pid), promised=True)
                 report(f"{engine.engine}: takes {found.digest} from preload daemon '{daemon.daemon}' ({use.mode})")
                 return
-            if ours and found.renewable and not found.mapped_by and found.main_pid != renewed:
+            if may_renew and found.main_pid != renewed:
                 renewed = found.main_pid
                 report(f"{engine.engine}: restarts preload daemon '{daemon.daemon}': {'; '.join(found.reasons)}")
                 Unit(daemon.unit).restart_soon()
@@ -458,7 +459,9 @@ def _usable(engine: EngineConfig, here: str, report: Report) -> PreloadConfig | 
         uuids = [device.uuid for device in gpu.observe()]
     except gpu.GpuUnseen:
         uuids = None
-    verdict = compat.judge(engine, daemon, None, read_model(engine.model), uuids, None, modes=modes_of(daemon))
+    lent = read_model(daemon.model) if daemon else None
+    model = read_model(engine.model)
+    verdict = compat.judge(engine, daemon, None, model, uuids, None, lent=lent, modes=modes_of(daemon))
     if verdict.start == "refused":
         raise Refused(
             f"{here} cannot take its weights from preload daemon '{use.daemon}': {'; '.join(verdict.reasons)}",
@@ -579,19 +582,22 @@ def _await_word(engine: EngineConfig, invocation: str) -> LogWord:
             return word
 
 
-def settle_promise(engine: EngineConfig) -> None:
-    """After an engine in copy mode has ended: take the promise back if it never took the weights."""
+def settle_engine(engine: EngineConfig, report: Report) -> None:
+    """After an engine has ended: take back a promise of which it made no use, and explain what vLLM does not."""
     use = engine.preload
-    daemon = _declared(use.daemon) if use is not None and use.mode == "copy" else None
-    if daemon is None:
+    if use is None:
         return
+    lines = Unit(engine.unit).log(os.environ.get("INVOCATION_ID", ""))
+    hint = explain(lines)
+    if hint:
+        report(f"{engine.engine}: {hint}")
+    daemon = _declared(use.daemon) if use.mode == "copy" else None
+    if daemon is None or lines is None:
+        return  # what may have been used up has been
     path = state_dir(daemon.daemon) / "used.json"
     value = store.read_json(path)
     if value is None or value.get("engine") != engine.engine or not value.get("promised"):
         return
-    lines = Unit(engine.unit).log(os.environ.get("INVOCATION_ID", ""))
-    if lines is None:
-        return  # a daemon that may have been used up is one that has been
     if read_log(lines).spent:
         promise(engine, daemon, {key: value.get(key) for key in ("main_pid", "boot", "start")}, promised=False)
     else:

@@ -25,6 +25,7 @@ _FELL_BACK = "falling back to disk loading"
 # In copy mode an engine that fails after it was given the weights tells the daemon to let go of them all the same.
 _FAILED_LATE = "Weight cache IPC loading failed"
 _FROM_DISK = "Loading weights took"
+_EXTERNAL = "Externally held weights"
 
 
 class LogWord(t.NamedTuple):
@@ -53,6 +54,16 @@ def read_log(lines: t.Sequence[str] | None) -> LogWord:
     if any(_FROM_DISK in line for line in lines):
         return LogWord(DISK)
     return LogWord(None, "its log of this start does not say (is its log level above INFO?)")
+
+
+def explain(lines: t.Sequence[str] | None) -> str:
+    """What a line of vLLM's means for whoever uses a preload daemon; empty where there is none. Pure."""
+    if any(_EXTERNAL in line for line in lines or ()):
+        return (
+            "its gpu-memory-utilization has to include the weights that the daemon holds: raise it to what it would be "
+            "without a daemon"
+        )
+    return ""
 
 
 def judge_source(

@@ -76,6 +76,8 @@ def run_change(module: AnsibleModule, state: str) -> t.NoReturn:
         kv_only=params.get("kv_only", False),
         deepen=params.get("deepen", True),
         max_resident_mib=params.get("max_resident_mib"),
+        host_copy_mib=params.get("host_copy_mib"),
+        on_failure=params.get("on_failure", "fail"),
         tags=tuple(params.get("tags") or ()),
     )
     _refuse_bad_numbers(module)
@@ -92,8 +94,9 @@ def _changer(engine: config.EngineConfig, wish: Wish, check: bool) -> t.Callable
 
 def _refuse_bad_numbers(module: AnsibleModule) -> None:
     numbers = {"timeout": module.params["timeout"], "lease.ttl": module.params["lease"]["ttl"]}
-    if module.params.get("max_resident_mib") is not None:
-        numbers["max_resident_mib"] = module.params["max_resident_mib"]
+    for name in ("max_resident_mib", "host_copy_mib"):
+        if module.params.get(name) is not None:
+            numbers[name] = module.params[name]
     for name, value in numbers.items():
         if not 0 < value < 1e9:
             module.fail_json(msg=f"{name} must be above 0, not {value:g}", changed=False)

@@ -52,6 +52,22 @@ options:
     description:
       - The most that the engine may hold on each GPU while asleep. More is a failure.
     type: int
+  host_copy_mib:
+    description:
+      - MiB of host memory that the copy of the weights takes at O(level=1), on all GPUs of the engine together. By
+        default the size that the engine itself has told at its start, and a third more. The engine keeps that memory
+        as long as it runs, so only its first sleep takes it.
+      - Without so much available memory, or beyond the unit's own limits, the sleep is refused before the drain begins.
+    type: int
+  on_failure:
+    description:
+      - What happens when the engine does not fall asleep as it should, after it was drained.
+      - V(fail) is a failure, with the engine out of rotation in whatever state it is.
+      - V(stop) stops its unit, so that its GPU memory is free in any case, and tells why in RV(recovered_from).
+        M(baremetal.vllm.vllm_wake) of the same lease starts it again.
+    type: str
+    choices: [fail, stop]
+    default: fail
   mode:
     description:
       - What happens to requests that are still in flight at the time-out.
@@ -125,6 +141,10 @@ requests_kept:
   description: Requests that O(mode=keep) froze.
   returned: when requests were frozen
   type: int
+recovered_from:
+  description: The failure that O(on_failure=stop) has made good by stopping the unit.
+  returned: when it was stopped for that
+  type: str
 freed_mib:
   description: MiB that the engine gave back, by GPU UUID. Empty where no GPU can be seen, and then nothing is proved.
   returned: when the engine was put to sleep
@@ -163,6 +183,8 @@ def main() -> None:
             "kv_only": {"type": "bool", "default": False},
             "deepen": {"type": "bool", "default": True},
             "max_resident_mib": {"type": "int"},
+            "host_copy_mib": {"type": "int"},
+            "on_failure": {"type": "str", "choices": ["fail", "stop"], "default": "fail"},
             "mode": {"type": "str", "choices": ["wait", "abort", "keep"], "default": "wait"},
         },
         supports_check_mode=True,

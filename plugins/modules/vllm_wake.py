@@ -13,6 +13,8 @@ description:
   - Refuses when the memory that the engine gave back is held by another process, and names it.
   - After a sleep at level 2 the weights are gone, although a plain wake would answer 200. Such an engine is woken in
     stages - memory of the weights, reload on every rank, KV cache, prefix cache - and a killed run is gone on with.
+  - A process whose sleeps have left more memory behind than its budget allows is restarted instead. So is one that
+    M(baremetal.vllm.vllm_sleep) had to stop, under the same lease.
   - A completion proves it before it is admitted again, if the sleep had taken it out. A paused, drained engine is not
     asleep, and is left as it is.
 author:

@@ -278,7 +278,8 @@ class Supervisor:
         self.main = None
         invocation = os.urandom(16).hex()
         group = f"/system.slice/{self.unit.name}"
-        self.unit.update(InvocationID=invocation, Result="success", ControlGroup=group, Job=1)
+        locked = self.text.get("LimitMEMLOCK", "infinity")
+        self.unit.update(InvocationID=invocation, Result="success", ControlGroup=group, Job=1, LimitMEMLOCK=locked)
         with open(self.unit.run / "invocations", "a") as starts:
             starts.write(f"{invocation} {len(self.unit.journal())}\n")
         self.unit.update(ActiveState="activating", SubState="start-pre")

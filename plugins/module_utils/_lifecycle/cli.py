@@ -56,6 +56,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     change_parser.add_argument("--reason", default="")
     change_parser.add_argument("--level", type=int, choices=[0, 1, 2], default=1, help="of asleep")
+    change_parser.add_argument("--host-copy-mib", type=int, help="of asleep at level 1: what its copy takes")
+    change_parser.add_argument(
+        "--on-failure", choices=["fail", "stop"], default="fail", help="of asleep: stop the unit to free its memory"
+    )
     change_parser.add_argument("--kv-only", action="store_true", help="asleep frees the KV cache alone")
     change_parser.add_argument("--force", action="store_true")
     change_parser.add_argument("--check", action="store_true", help="say what would be done")
@@ -151,6 +155,8 @@ def _run(arguments: argparse.Namespace) -> None:
             force=arguments.force,
             level=arguments.level,
             kv_only=arguments.kv_only,
+            host_copy_mib=arguments.host_copy_mib,
+            on_failure=arguments.on_failure,
             tags=tuple(arguments.tags),
         )
         outcome = change(engine, wish, check=arguments.check, report=_report)

@@ -96,6 +96,8 @@ class EngineConfig:
     preload: PreloadUse | None = None
     traits: Traits = field(default_factory=Traits)
     sleep_mode: bool = False
+    leak_budget_gpu_mib: int = 1024
+    leak_budget_host_mib: int = 4096
 
     @property
     def state_dir(self) -> Path:

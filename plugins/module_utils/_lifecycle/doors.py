@@ -16,7 +16,7 @@ import time
 import typing as t
 from pathlib import Path
 
-from . import claim, compile_cache, gpu, lease, owners, preload_doors, process, store
+from . import claim, compile_cache, footprint, gpu, lease, owners, preload_doors, process, store
 from .config import EngineConfig
 from .deadline import Deadline
 from .engine import Engine
@@ -156,6 +156,7 @@ def ready(config: EngineConfig, report: Report, main_pid: int) -> None:
     """
     deadline = Deadline(config.start_timeout)
     identity = process_start(main_pid)
+    invocation = os.environ.get("INVOCATION_ID", "")
     begun = Unit(config.unit).show().started_at or time.monotonic()
     engine = Engine(config)
     try:
@@ -185,8 +186,10 @@ def ready(config: EngineConfig, report: Report, main_pid: int) -> None:
             "config_digest": (lease.last_preflight(config.engine) or {}).get("config_digest"),
             "pids": Unit(config.unit).show().pids,
             "runtime_version": config.runtime_version,
-            "invocation": os.environ.get("INVOCATION_ID", ""),
+            "invocation": invocation,
             "preload": lent,
+            # What a sleep at level 1 has to copy; the engine itself says it once.
+            "weights_mib": footprint.loaded_mib(Unit(config.unit).journal(5000, invocation)) if invocation else None,
         },
     )
     compile_cache.proved(config)

@@ -31,7 +31,7 @@ def host_memory(control_group: str, pids: list[int]) -> MemoryState:
     :raises Surprise: /proc/meminfo is not as Linux writes it.
     """
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii")
+        lines = (store.root() / "proc/meminfo").read_text(encoding="ascii")
         values = {line.split(":")[0]: int(line.split()[1]) for line in lines.splitlines() if ":" in line}
         return MemoryState(
             available_mib=values["MemAvailable"] // 1024,

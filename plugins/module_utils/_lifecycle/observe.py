@@ -10,7 +10,7 @@ import time
 import typing as t
 from dataclasses import asdict, dataclass, field
 
-from . import gpu, lease, pairing
+from . import footprint, gpu, lease, pairing
 from .config import EngineConfig
 from .engine import SLEEP_STATES, Engine, Metrics
 from .errors import LifecycleError, Unreachable
@@ -78,6 +78,11 @@ class Observation:
     runtime_version: str
     stale: bool | None
     preload: EnginePreload | None = None
+    # MiB that a sleep at level 1 would still take of the host, None where that is not known; what others were promised.
+    host_copy_mib: int | None = None
+    promised_mib: int = 0
+    # Why its process is due for a restart: its sleeps have left too much memory behind.
+    leak: str = ""
 
     @property
     def in_flight(self) -> int | None:
@@ -147,6 +152,8 @@ def observe(config: EngineConfig) -> Observation:
     devices = looker.look("gpu", gpu.observe)
     awake = api is not None and (api.sleeping is False or api.dev_mode is False)
     preload = looker.look("preload", lambda: pairing.engine_preload(config, unit, started, devices, awake=awake))
+    cycles = looker.look("cycles", lambda: footprint.read(config.engine, unit.main_pid)) if unit else None
+    lent = preload is not None and preload.weights_source == ZERO_COPY
     state, level, reasons = derive(
         unit,
         api,
@@ -154,7 +161,7 @@ def observe(config: EngineConfig) -> Observation:
         sleep,
         has_gate=config.gate is not None,
         unseen=looker.unseen,
-        lent=preload is not None and preload.weights_source == ZERO_COPY,
+        lent=lent,
     )
     broken = [looker.unseen[name] for name in ("lease", "sleep") if name in looker.unseen]
     if broken:
@@ -179,7 +186,20 @@ def observe(config: EngineConfig) -> Observation:
         runtime_version=config.runtime_version,
         stale=_stale(config, unit, started),
         preload=preload,
+        host_copy_mib=_host_copy(cycles, started, lent),
+        promised_mib=looker.look("promises", lambda: footprint.promised_mib(config.engine)) or 0,
+        leak=footprint.leak(cycles, config.leak_budget_gpu_mib, config.leak_budget_host_mib) if cycles else "",
     )
+
+
+def _host_copy(cycles: footprint.Cycles | None, started: dict[str, t.Any] | None, lent: bool) -> int | None:
+    """MiB that a sleep at level 1 would take of the host: nothing for weights that it has copied, or that are lent."""
+    if lent or (cycles is not None and cycles.host_copy):
+        return 0
+    if cycles is None or not started or started.get("main_pid") != cycles.main_pid:
+        return None
+    weights = started.get("weights_mib")
+    return round(weights * footprint.HOST_COPY_FACTOR) if isinstance(weights, int) else None
 
 
 def _stale(config: EngineConfig, unit: UnitState | None, started: dict[str, t.Any] | None) -> bool | None:

@@ -47,9 +47,11 @@ AWAKE = ("serving", "withdrawn", "draining", "drained")
 
 
 class Options(t.NamedTuple):
-    """What a caller may choose. ``lease_against`` is the owner of someone else's valid lease, if any.
+    """What a caller may choose.
 
-    ``keep`` freezes requests that a drain's time-out finds; ``tags`` are the parts that a wake brings back, () for all.
+    ``lease_against`` is the owner of someone else's valid lease, if any; ``keep`` freezes requests that a drain's
+    time-out finds; ``host_copy_mib`` is what a sleep at level 1 takes of the host, where that is known better than from
+    the weights; ``on_failure`` of a sleep is fail or stop; ``tags`` are the parts that a wake brings back, () for all.
     """
 
     lease_against: str = ""
@@ -60,6 +62,8 @@ class Options(t.NamedTuple):
     kv_only: bool = False
     deepen: bool = True
     keep: bool = False
+    host_copy_mib: int | None = None
+    on_failure: str = "fail"
     tags: tuple[str, ...] = ()
 
 
@@ -249,7 +253,10 @@ def _asleep(now: Observation, options: Options) -> list[Step]:
             _refuse(now, f"sleep at level {level} (it sleeps at {now.level})", "wake it first, or allow deepen")
         # A second /sleep would answer 200 and do nothing: awake first, without serving in between. So also where a
         # run was killed in the middle, or found that the sleep had freed nothing.
+        _room_for_copy(now, level, options)
         return [*_lease(now, options, "asleep"), *_rouse(now), SLEEP]
+    if options.on_failure == "stop" and now.state == "stopped" and _purpose(now, options) == "asleep":
+        return []  # its memory is free, which is what that policy promises
     if now.state not in AWAKE:
         _refuse(
             now, "asleep", f"wait until it has settled, or restart it with vllm_engine (journalctl -u {_unit(now)})"
@@ -265,10 +272,54 @@ def _asleep(now: Observation, options: Options) -> list[Step]:
             f"engine '{now.engine}' on {now.host} (vLLM {now.api.version}) does not offer {lacks.pop()}; it can {can}",
             next_step="use a level that it offers, or another vLLM version",
         )
+    _room_for_copy(now, level, options)
     if options.keep and _is_frozen(now):
         return [*_lease(now, options, "asleep"), *_closed(now), SLEEP]
     # A paused engine's sleep is what is wanted as well: the drain's second lock falls away with it.
     return [*_lease(now, options, "asleep"), *([] if now.state == "drained" else _out(now, "asleep")), SLEEP]
+
+
+def _purpose(now: Observation, options: Options) -> str:
+    """What our own lease is for, "" without one."""
+    return now.lease.purpose if now.lease is not None and now.lease.owner == options.owner else ""
+
+
+def _room_for_copy(now: Observation, level: int, options: Options) -> None:
+    """A sleep at level 1 takes host memory for the weights, once, and for as long as the process lives.
+
+    :raises Refused: with the numbers.
+    """
+    if level != 1 or now.gpus is None or now.host_copy_mib == 0:
+        return  # without a GPU nothing is copied
+    here = f"engine '{now.engine}' on {now.host}"
+    need = options.host_copy_mib if options.host_copy_mib is not None else now.host_copy_mib
+    if need is None or now.memory is None:
+        what = "how much host memory a sleep at level 1 takes" if need is None else "how much host memory is free"
+        raise Refused(
+            f"{here}: {what} is not known, and too little would kill the engine or its neighbours",
+            next_step="give host_copy_mib (the weights' size and a third more), or use level 2, which keeps no copy",
+            unseen=now.unseen,
+        )
+    memory = now.memory
+    rooms = {
+        f"are available ({memory.available_mib} MiB, {now.promised_mib} MiB of them promised to other sleeps)": (
+            memory.available_mib - now.promised_mib
+        )
+    }
+    if memory.limit_mib is not None:
+        rooms[f"are left under the unit's limit of {memory.limit_mib} MiB (MemoryMax)"] = (
+            memory.limit_mib - memory.rss_mib
+        )
+    if now.unit is not None and now.unit.locked_limit_mib is not None:
+        rooms["may be locked by its processes (LimitMEMLOCK)"] = now.unit.locked_limit_mib
+    short = [f"{max(room, 0)} MiB {what}" for what, room in rooms.items() if room < need]
+    if short:
+        raise Refused(
+            f"{here} needs {need} MiB of host memory to sleep at level 1, for the copy of its weights, which it keeps "
+            f"as long as it runs; {' and '.join(short)}",
+            next_step="use level 2, which keeps no copy; or free host memory or raise the limit",
+            left={"needed_mib": need, "available_mib": memory.available_mib, "limit_mib": memory.limit_mib},
+        )
 
 
 def _may_sleep(now: Observation, level: int) -> None:
@@ -302,6 +353,10 @@ def _lent(now: Observation) -> bool:
 
 
 def _awake(now: Observation, options: Options) -> list[Step]:
+    if now.state == "stopped" and _purpose(now, options) in ("asleep", "awake"):
+        return [*_lease(now, options, "awake"), START, *_back(now)]  # its sleep had to be a stop
+    if now.state in ("asleep", "waking") and now.leak and not options.tags:
+        return [*_lease(now, options, "awake"), STOP, START, *_back(now)]
     if now.state in ("asleep", "waking"):
         steps = [*_lease(now, options, "awake"), *_rouse(now, options.tags)]
         # The KV cache comes last: without it the engine is not awake as a whole.
@@ -374,6 +429,11 @@ def _finish(now: Observation, options: Options) -> list[Step]:
     if now.lease is None or now.lease.owner != options.owner or now.lease.purpose == "drained":
         return []
     return [*([RESUME] if now.paused else []), *_clean(now), *_back(now)]
+
+
+def recover(wanted: str, failed: Step, options: Options) -> list[Step]:
+    """What makes good for a step that failed; nothing, and the change has failed."""
+    return [STOP] if wanted == "asleep" and failed is SLEEP and options.on_failure == "stop" else []
 
 
 def _unit(now: Observation) -> str:

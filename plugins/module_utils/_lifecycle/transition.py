@@ -11,15 +11,16 @@ import typing as t
 from contextlib import ExitStack
 from dataclasses import replace
 
-from . import claim, compile_cache, gpu, lease
+from . import claim, compile_cache, footprint, gpu, lease
 from .config import EngineConfig
 from .deadline import Deadline
 from .engine import Engine, Metrics
 from .errors import DeadlineExceeded, LifecycleError, Refused, Surprise, UnknownState, Unreachable
 from .gate import Gate
+from .host import host_memory
 from .lease import LeaseRequest, SleepRecord
 from .observe import Observation, observe
-from .plan import Options, Step, plan, predict
+from .plan import AWAKE, Options, Step, plan, predict, recover
 from .unit import Unit
 
 # Readings in a row without work before an engine counts as idle, and the time between them.
@@ -51,6 +52,8 @@ class Wish(t.NamedTuple):
     kv_only: bool = False
     deepen: bool = True
     max_resident_mib: int | None = None
+    host_copy_mib: int | None = None
+    on_failure: str = "fail"
     tags: tuple[str, ...] = ()
 
 
@@ -109,6 +112,8 @@ def _plan(now: Observation, wish: Wish) -> tuple[list[Step], Options]:
         kv_only=wish.kv_only,
         deepen=wish.deepen,
         keep=wish.mode == "keep",
+        host_copy_mib=wish.host_copy_mib,
+        on_failure=wish.on_failure,
         tags=wish.tags,
     )
     return plan(wish.state, now, options), options
@@ -138,8 +143,7 @@ class Transition:
         self.before = before
         try:
             steps, options = _plan(before, self.wish)
-            for step in steps:
-                self._perform(step)
+            steps = self._carry_out(steps, options)
             after = observe(self.config) if steps else before
             expected = predict(before, steps, options)
             if "requests_kept" in self.extra and expected["state"] == "drained":
@@ -174,6 +178,26 @@ class Transition:
         finally:
             self.engine.close()
 
+    def _carry_out(self, steps: list[Step], options: Options) -> list[Step]:
+        """Perform the steps; those that were, with what has made good for one that failed."""
+        done: list[Step] = []
+        for step in steps:
+            try:
+                self._perform(step)
+            except LifecycleError as exc:
+                rescue = recover(self.wish.state, step, options)
+                if not rescue:
+                    raise
+                self.extra["recovered_from"] = str(exc)
+                self.report(f"{self.config.engine}: {exc}; goes on with: {', '.join(one.says for one in rescue)}")
+                limits = self.config.stop_timeout + self.config.start_timeout
+                self.deadline = Deadline(max(self.deadline.left, limits))
+                for one in rescue:
+                    self._perform(one)
+                return [*done, *rescue]
+            done.append(step)
+        return done
+
     def _perform(self, step: Step) -> None:
         self.report(_sentence(self.config, step))
         begun = time.monotonic()
@@ -189,6 +213,8 @@ class Transition:
             lease.note(self.config.engine, step.name, seconds)
 
     def _record(self, after: Observation) -> None:
+        if self.wish.state == "awake" and after.state in AWAKE and after.unit and after.memory:
+            footprint.note_wake(self.config.engine, after.unit.main_pid, after.memory.rss_mib)
         last: dict[str, t.Any] = {
             "wanted": self.wish.state,
             "run": self.wish.lease.run,
@@ -412,6 +438,15 @@ class Transition:
         """Sleep at the wished level; what the GPUs say decides whether it happened."""
         level = 0 if self.wish.kv_only else self.wish.level
         pid = self.unit.show().main_pid
+        need = self.wish.host_copy_mib if self.wish.host_copy_mib is not None else self.before.host_copy_mib
+        if level != 1 or not need or self.before.gpus is None or self.before.host_copy_mib == 0:
+            self._fall_asleep(level, pid)
+            return
+        with footprint.promised(self.config, need, lambda: host_memory("", []).available_mib, self.deadline):
+            footprint.begin_copy(self.config.engine, pid)
+            self._fall_asleep(level, pid)
+
+    def _fall_asleep(self, level: int, pid: int) -> None:
         before = self._gpu_mib()
         # Before the call: if this run is killed now, the next one knows that the weights may be gone.
         lease.write_sleep_record(self.config.engine, SleepRecord(pid, level, self.wish.kv_only))
@@ -444,6 +479,8 @@ class Transition:
             )
 
         lease.write_sleep_record(self.config.engine, replace(record, proved=True))
+        if level and after:
+            footprint.note_sleep(self.config.engine, pid, after)
 
     def _wake(self) -> None:
         self._room_to_wake()

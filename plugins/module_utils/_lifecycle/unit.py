@@ -27,15 +27,17 @@ _PROPERTIES = (
     "Job",
     "InvocationID",
     "ExecMainStatus",
+    "LimitMEMLOCK",
 )
 # Where the hierarchy with systemd's groups is mounted: cgroup v2, hybrid, v1.
 _HIERARCHIES = ("sys/fs/cgroup", "sys/fs/cgroup/unified", "sys/fs/cgroup/systemd")
 QUERY_TIMEOUT = 20
+MIB = 1024 * 1024
 
 
 @dataclass(frozen=True)
 class UnitState:
-    """systemd's view of a unit. Times are seconds on the monotonic clock."""
+    """systemd's view of a unit. Times are seconds on the monotonic clock; a limit of None is none."""
 
     load_state: str
     active_state: str
@@ -49,6 +51,7 @@ class UnitState:
     enabled: str
     job: str
     invocation: str = ""
+    locked_limit_mib: int | None = None
     main_status: int = 0
     pids: list[int] = field(default_factory=list)
 
@@ -101,6 +104,7 @@ class Unit:
                 enabled=values.get("UnitFileState", ""),
                 job=values.get("Job", ""),
                 invocation=values.get("InvocationID", ""),
+                locked_limit_mib=int(limit) // MIB if (limit := values.get("LimitMEMLOCK", "")).isdigit() else None,
                 main_status=int(values.get("ExecMainStatus") or 0),
                 pids=group_pids(values.get("ControlGroup", "")),
             )

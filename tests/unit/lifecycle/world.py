@@ -72,7 +72,8 @@ if door == "ready":
     os.makedirs(os.path.dirname(record), exist_ok=True)
     with open(record, "w") as stream:
         pid = int(os.environ["MAINPID"])
-        json.dump({"schema": 1, "main_pid": pid, "boot_s": 0, "warm_s": 0, "config_digest": "0", "pids": []}, stream)
+        found = {"schema": 1, "main_pid": pid, "boot_s": 0, "warm_s": 0, "config_digest": "0", "pids": []}
+        json.dump({**found, "weights_mib": 13294}, stream)
 if table:
     proved = int(door == "ready")
     with open(table) as stream:
@@ -288,10 +289,17 @@ class World:
         (root / "sys/fs").mkdir(parents=True)
         (root / "sys/fs/cgroup").symlink_to(self.systemd.cgroup_root)
         (root / "sim").mkdir()
+        (root / "proc").mkdir()
+        self.set_available(200 * 1024)
         self.command = self._script(
             "bin/vllm-lifecycle",
             f"#!{sys.executable}\nfrom {cli.__name__} import main\nraise SystemExit(main())\n",
         )
+
+    def set_available(self, mib: int) -> None:
+        """The host's free memory."""
+        text = f"MemTotal: {512 * 1024 * 1024} kB\nMemAvailable: {mib * 1024} kB\n"
+        (self.root / "proc/meminfo").write_text(text)
 
     def _script(self, where: str, text: str) -> Path:
         path = self.root / where

@@ -10,7 +10,13 @@ import pytest
 
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.errors import Refused, UnknownState
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.observe import STATES
-from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.plan import WANTED, Options, plan, predict
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.plan import (
+    WANTED,
+    Options,
+    plan,
+    predict,
+    recover,
+)
 from ansible_collections.baremetal.vllm.tests.unit.plugins.module_utils.lifecycle_factory import (
     OURS,
     api_state,
@@ -366,6 +372,36 @@ def test_a_wake_by_parts(now, options, expected):
     if options == WEIGHTS and steps:
         after = predict(now, steps, options)
         assert (after["state"], after["admission"], after["lease"]) == ("waking", "closed", OURS)
+
+
+def test_a_sleep_that_had_to_be_a_stop_is_there_and_is_woken_by_a_start():
+    stopped = dataclasses.replace(STOPPED, lease=lease(purpose="asleep"))
+    assert plan("asleep", stopped, OPTIONS._replace(on_failure="stop")) == []
+    with pytest.raises(Refused, match="is stopped"):
+        plan("asleep", stopped, OPTIONS)
+    with pytest.raises(Refused, match="is stopped"):
+        plan("asleep", STOPPED, OPTIONS._replace(on_failure="stop"))
+    assert names(plan("awake", stopped, OPTIONS)) == ["lease", "start", *BACK]
+    theirs = dataclasses.replace(STOPPED, lease=lease(owner="night-shift", purpose="asleep"))
+    with pytest.raises(Refused, match="is stopped"):
+        plan("awake", theirs, OPTIONS)
+
+
+def test_only_a_failed_sleep_is_made_good_by_a_stop():
+    stop = OPTIONS._replace(on_failure="stop")
+    steps = plan("asleep", SERVING, stop)
+    assert {step.name: names(recover("asleep", step, stop)) for step in steps} == {
+        **dict.fromkeys(["lease", *OUT], []),
+        "sleep": ["stop"],
+    }
+    assert all(recover("asleep", step, OPTIONS) == [] for step in steps)
+
+
+def test_a_process_that_leaks_is_restarted_instead_of_woken():
+    leaks = dataclasses.replace(ASLEEP_2, leak="after 9 sleeps …")
+    assert names(plan("awake", leaks, OPTIONS)) == ["lease", "stop", "start", "prove", "release"]
+    assert names(plan("awake", leaks, WEIGHTS)) == ["lease", "wake_weights", "reload"]
+    assert names(plan("awake", dataclasses.replace(SERVING, leak="after 9 sleeps …"), OPTIONS)) == []
 
 
 @pytest.mark.parametrize(("options", "lacks"), [({}, "sleep"), ({"kv_only": True}, "kv_release")])

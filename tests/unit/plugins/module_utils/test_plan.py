@@ -391,7 +391,7 @@ def test_only_a_failed_sleep_is_made_good_by_a_stop():
     stop = OPTIONS._replace(on_failure="stop")
     steps = plan("asleep", SERVING, stop)
     assert {step.name: names(recover("asleep", step, stop)) for step in steps} == {
-        **dict.fromkeys(["lease", *OUT], []),
+        **{name: [] for name in ["lease", *OUT]},
         "sleep": ["stop"],
     }
     assert all(recover("asleep", step, OPTIONS) == [] for step in steps)

@@ -59,6 +59,29 @@ class PreloadUse:
 
 
 @dataclass(frozen=True)
+class AdapterConfig:
+    """A LoRA adapter that an engine is to serve under ``name``.
+
+    ``base``, unless empty, is what its adapter_config.json has to name as the base model. Without ``prove`` it may be
+    one that changes nothing.
+    """
+
+    name: str
+    path: str
+    base: str = ""
+    prove: bool = True
+
+
+@dataclass(frozen=True)
+class LoraLimits:
+    """The engine's options for LoRA. ``max_cpu_loras`` 0: as many as ``max_loras``."""
+
+    max_rank: int = 16
+    max_loras: int = 1
+    max_cpu_loras: int = 0
+
+
+@dataclass(frozen=True)
 class WeightsPolicy:
     """How the manifest of a daemon's checkpoint is taken, and which digests it may have; see ``weights``."""
 
@@ -96,6 +119,8 @@ class EngineConfig:
     preload: PreloadUse | None = None
     traits: Traits = field(default_factory=Traits)
     sleep_mode: bool = False
+    lora: LoraLimits | None = None
+    adapters: list[AdapterConfig] = field(default_factory=list)
     leak_budget_gpu_mib: int = 1024
     leak_budget_host_mib: int = 4096
 
@@ -133,7 +158,9 @@ class PreloadConfig:
 _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "float": (int, float), "int": (int,), "bool": (bool,)}
 # Objects inside an object, by the name of their class; "| None" behind it says that null is right as well.
 _PARTS: dict[str, type] = {
+    "AdapterConfig": AdapterConfig,
     "GateConfig": GateConfig,
+    "LoraLimits": LoraLimits,
     "PreloadUse": PreloadUse,
     "Traits": Traits,
     "WeightsPolicy": WeightsPolicy,
@@ -172,7 +199,9 @@ def build(cls: type, value: t.Any, where: str) -> t.Any:
     wrong = []
     for name, item in known.items():
         kind, _unused, nullable = str(fields[name].type).partition(" | ")
-        if kind not in _PARTS:
+        if kind.startswith("list[") and kind[5:-1] in _PARTS and isinstance(item, list):
+            known[name] = [build(_PARTS[kind[5:-1]], one, f"{where}, key {name}") for one in item]
+        elif kind not in _PARTS:
             right = fits(item, kind) and item in _CHOICES.get((cls, name), [item])
             wrong += [] if right else [name]
         elif isinstance(item, dict):

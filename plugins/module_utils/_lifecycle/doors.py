@@ -23,6 +23,7 @@ from .engine import Engine
 from .errors import DeadlineExceeded, LifecycleError, Refused, Surprise, Unreachable, UsageError
 from .gate import Gate, GateDown
 from .lease import LeaseRequest
+from .preload import peek
 from .transition import Report, Transition, Wish, prove
 from .unit import Unit, process_start
 
@@ -67,7 +68,8 @@ def preflight(config: EngineConfig, report: Report) -> None:
     # The process that starts now reads this configuration, whatever the files say when it is ready.
     invocation = os.environ.get("INVOCATION_ID", "")
     digest = config.config_digest
-    lease.record(config.engine, "preflight.json", {"config_digest": digest, "invocation": invocation})
+    record = {"config_digest": digest, "invocation": invocation, "weights": _digest_on_disk(config)}
+    lease.record(config.engine, "preflight.json", record)
     here = socket.gethostname()
     if not (store.root() / "run/systemd/system").is_dir():
         raise UsageError(
@@ -92,6 +94,22 @@ def preflight(config: EngineConfig, report: Report) -> None:
     # Before the ticket for its GPUs: its daemon may have to start meanwhile.
     preload_doors.await_daemon(config, report)
     claim.begin(config, invocation, Deadline(config.start_timeout), report)
+
+
+def _digest_on_disk(config: EngineConfig) -> str:
+    """The checkpoint's digest where it is known without reading it, else ""."""
+    try:
+        manifest = peek(config.model, "full")
+    except LifecycleError:  # not a checkpoint on disk; what is wrong with one, the probe tells
+        return ""
+    return manifest.digest if manifest else ""
+
+
+def _digest_loaded(config: EngineConfig, invocation: str) -> str:
+    """What this start has loaded: the digest that the files had before it and have now."""
+    before = lease.last_preflight(config.engine) or {}
+    digest = str(before.get("weights") or "")
+    return digest if digest and before.get("invocation") == invocation and digest == _digest_on_disk(config) else ""
 
 
 def _probe_as_user(config: EngineConfig, python: Path) -> None:
@@ -188,6 +206,7 @@ def ready(config: EngineConfig, report: Report, main_pid: int) -> None:
             "runtime_version": config.runtime_version,
             "invocation": invocation,
             "preload": lent,
+            "weights": _digest_loaded(config, invocation),
             # What a sleep at level 1 has to copy; the engine itself says it once.
             "weights_mib": footprint.loaded_mib(Unit(config.unit).journal(5000, invocation)) if invocation else None,
         },

@@ -136,6 +136,15 @@ def last_transition(engine: str) -> dict[str, t.Any] | None:
     return store.read_json(store.state_dir(engine) / "last_transition.json")
 
 
+def loaded_weights(engine: str, main_pid: int) -> str:
+    """The digest of the checkpoint that this process has loaded, at its start or by a reload; "" where none is known."""
+    for file in ("reload.json", "ready.json"):
+        value = store.read_json(store.state_dir(engine) / file)
+        if value is not None and value.get("main_pid") == main_pid:
+            return str(value.get("weights") or "")
+    return ""
+
+
 @dataclass(frozen=True)
 class SleepRecord:
     """Our own word on an engine's sleep, since the engine's repeats whatever level was asked last.

@@ -81,6 +81,8 @@ class Observation:
     # MiB that a sleep at level 1 would still take of the host, None where that is not known; what others were promised.
     host_copy_mib: int | None = None
     promised_mib: int = 0
+    # The digest of the checkpoint that its process has loaded, "" where that is not on record.
+    weights_digest: str = ""
     # Why its process is due for a restart: its sleeps have left too much memory behind.
     leak: str = ""
 
@@ -188,6 +190,9 @@ def observe(config: EngineConfig) -> Observation:
         preload=preload,
         host_copy_mib=_host_copy(cycles, started, lent),
         promised_mib=looker.look("promises", lambda: footprint.promised_mib(config.engine)) or 0,
+        weights_digest=looker.look("weights", lambda: lease.loaded_weights(config.engine, unit.main_pid)) or ""
+        if unit
+        else "",
         leak=footprint.leak(cycles, config.leak_budget_gpu_mib, config.leak_budget_host_mib) if cycles else "",
     )
 

@@ -42,7 +42,7 @@ RELOAD = Step("reload", "load its weights anew on every rank")
 WAKE_KV = Step("wake_kv", "wake its KV cache")
 RESET_CACHE = Step("reset_cache", "reset its prefix cache")
 
-WANTED = ("drained", "serving", "started", "stopped", "restarted", "asleep", "awake")
+WANTED = ("drained", "serving", "started", "stopped", "restarted", "asleep", "awake", "reloaded")
 AWAKE = ("serving", "withdrawn", "draining", "drained")
 
 
@@ -51,7 +51,7 @@ class Options(t.NamedTuple):
 
     ``lease_against`` is the owner of someone else's valid lease, if any; ``keep`` freezes requests that a drain's
     time-out finds; ``host_copy_mib`` is what a sleep at level 1 takes of the host, where that is known better than from
-    the weights; ``on_failure`` of a sleep is fail or stop; ``tags`` are the parts that a wake brings back, () for all.
+    the weights; ``on_failure`` of a sleep is fail or stop; ``digest`` is that of the weights to be served; ``tags`` are the parts that a wake brings back, () for all.
     """
 
     lease_against: str = ""
@@ -64,6 +64,7 @@ class Options(t.NamedTuple):
     keep: bool = False
     host_copy_mib: int | None = None
     on_failure: str = "fail"
+    digest: str = ""
     tags: tuple[str, ...] = ()
 
 
@@ -85,6 +86,7 @@ def plan(wanted: str, now: Observation, options: Options) -> list[Step]:
             "restarted": _restarted,
             "asleep": _asleep,
             "awake": _awake,
+            "reloaded": _reloaded,
         }[wanted](now, options)
     _judge_weights(now, wanted, steps)
     if steps and options.lease_against and not options.force:
@@ -367,6 +369,30 @@ def _awake(now: Observation, options: Options) -> list[Step]:
     _refuse(now, "awake", "start or restart it with vllm_engine")
 
 
+def _reloaded(now: Observation, options: Options) -> list[Step]:
+    """New weights at the same path, in the same process. What has been loaded before is known by its digest."""
+    if now.state not in AWAKE:
+        hint = "wake it first: after level 2 a wake loads what is on disk, after level 1 reload it then"
+        started = "a start loads what is on disk: use vllm_engine state=started or restarted"
+        _refuse(now, "reloaded", hint if now.state in ("asleep", "waking") else started)
+    if now.weights_digest and now.weights_digest == options.digest:
+        return _finish(now, options) if _purpose(now, options) == "reloaded" else []
+    if now.preload is not None:
+        raise Refused(
+            f"engine '{now.engine}' on {now.host} takes its weights from preload daemon '{now.preload.daemon}', which "
+            "cannot load others while it runs",
+            next_step="run playbooks/rolling_restart.yml, which changes the daemon between stop and start",
+        )
+    can = now.api.capabilities if now.api else None
+    if can is not None and "reload" not in can:
+        raise Refused(
+            f"engine '{now.engine}' on {now.host} has no development endpoints, so it cannot reload",
+            next_step="restart it with vllm_engine, or set dev_mode: true for it",
+        )
+    out = [] if now.state == "drained" else [*_out(now, "reloaded"), PAUSE]
+    return [*_lease(now, options, "reloaded"), *out, RELOAD, RESET_CACHE, RESUME, *_back(now)]
+
+
 def _rouse(now: Observation, tags: tuple[str, ...] = ()) -> list[Step]:
     """Awake with the right weights. After level 2 they are gone: staged, and from where a killed run left off."""
     done = now.sleep.awake if now.sleep else []
@@ -431,9 +457,13 @@ def _finish(now: Observation, options: Options) -> list[Step]:
     return [*([RESUME] if now.paused else []), *_clean(now), *_back(now)]
 
 
-def recover(wanted: str, failed: Step, options: Options) -> list[Step]:
-    """What makes good for a step that failed; nothing, and the change has failed."""
-    return [STOP] if wanted == "asleep" and failed is SLEEP and options.on_failure == "stop" else []
+def recover(wanted: str, failed: Step, now: Observation, options: Options) -> list[Step]:
+    """What makes good for a step that failed; nothing, and the change has failed. ``now`` is from before the change."""
+    if wanted == "asleep" and failed is SLEEP and options.on_failure == "stop":
+        return [STOP]
+    if wanted == "reloaded" and failed is RELOAD:
+        return [STOP, START, *_back(now)]  # what some ranks have loaded and others have not, nobody must use
+    return []
 
 
 def _unit(now: Observation) -> str:

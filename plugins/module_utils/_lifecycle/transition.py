@@ -11,7 +11,7 @@ import typing as t
 from contextlib import ExitStack
 from dataclasses import replace
 
-from . import claim, compile_cache, footprint, gpu, lease
+from . import claim, compile_cache, footprint, gpu, lease, weights
 from .config import EngineConfig
 from .deadline import Deadline
 from .engine import Engine, Metrics
@@ -31,7 +31,7 @@ CALL_TIMEOUT = 10.0
 ABORT_TIMEOUT = 30.0
 
 # Changes that take or free GPU memory.
-MOVES_MEMORY = ("asleep", "awake", "started", "stopped", "restarted")
+MOVES_MEMORY = ("asleep", "awake", "started", "stopped", "restarted", "reloaded")
 
 Report = t.Callable[[str], None]
 
@@ -83,9 +83,13 @@ def change(config: EngineConfig, wish: Wish, *, check: bool = False, report: Rep
     :raises LifecycleError: with the keys of an Outcome as far as they are known, and what is ``left``.
     """
     deadline = Deadline(wish.timeout)
+    digest = ""
+    if wish.state == "reloaded":
+        # Before any lock: to read a large checkpoint takes minutes, and nobody's drain waits for it.
+        digest = _digest(config, deadline, report, remember=not check)
     if check:
         now = observe(config)
-        steps, options = _plan(now, wish)
+        steps, options = _plan(now, wish, digest)
         actions = [_sentence(config, step) for step in steps]
         after = predict(now, steps, options)
         changed = any(step.mutates for step in steps)
@@ -97,10 +101,16 @@ def change(config: EngineConfig, wish: Wish, *, check: bool = False, report: Rep
         for uuid in sorted(config.gpus) if wish.state in MOVES_MEMORY else ():
             locks.enter_context(lease.locked(f"gpu-{uuid}", deadline, config.engine))
             claim.await_starts(uuid, config.engine, deadline, report)
-        return Transition(config, wish, deadline, report).run()
+        return Transition(config, wish, deadline, report, digest).run()
 
 
-def _plan(now: Observation, wish: Wish) -> tuple[list[Step], Options]:
+def _digest(config: EngineConfig, deadline: Deadline, report: Report, *, remember: bool = True) -> str:
+    """Of the checkpoint as it lies on disk."""
+    left = max(deadline.left, 1.0)
+    return weights.take(config.model, report=report, user=config.user, timeout=left, remember=remember).digest
+
+
+def _plan(now: Observation, wish: Wish, digest: str = "") -> tuple[list[Step], Options]:
     held = now.lease
     against = held.owner if held is not None and held.held_against(wish.lease.owner, time.time()) else ""
     options = Options(
@@ -114,6 +124,7 @@ def _plan(now: Observation, wish: Wish) -> tuple[list[Step], Options]:
         keep=wish.mode == "keep",
         host_copy_mib=wish.host_copy_mib,
         on_failure=wish.on_failure,
+        digest=digest,
         tags=wish.tags,
     )
     return plan(wish.state, now, options), options
@@ -126,8 +137,11 @@ def _sentence(config: EngineConfig, step: Step) -> str:
 class Transition:
     """One change of one engine. Each step is a method named like it."""
 
-    def __init__(self, config: EngineConfig, wish: Wish, deadline: Deadline, report: Report) -> None:
+    def __init__(
+        self, config: EngineConfig, wish: Wish, deadline: Deadline, report: Report, digest: str = ""
+    ) -> None:
         self.config = config
+        self.digest = digest
         self.wish = wish
         self.deadline = deadline
         self.report = report
@@ -142,7 +156,9 @@ class Transition:
         before = observe(self.config)
         self.before = before
         try:
-            steps, options = _plan(before, self.wish)
+            steps, options = _plan(before, self.wish, self.digest)
+            if self.wish.state == "reloaded":
+                self.extra["weights"] = {"before": before.weights_digest, "after": self.digest}
             steps = self._carry_out(steps, options)
             after = observe(self.config) if steps else before
             expected = predict(before, steps, options)
@@ -185,7 +201,7 @@ class Transition:
             try:
                 self._perform(step)
             except LifecycleError as exc:
-                rescue = recover(self.wish.state, step, options)
+                rescue = recover(self.wish.state, step, self.before, options)
                 if not rescue:
                     raise
                 self.extra["recovered_from"] = str(exc)
@@ -510,7 +526,14 @@ class Transition:
                 f"has {self.config.ranks}",
                 next_step="restart it with vllm_engine",
             )
-        self._woken("reloaded")
+        if self.wish.state != "reloaded":
+            self._woken("reloaded")
+        elif (now := _digest(self.config, self.deadline, self.report)) != self.digest:
+            raise Surprise(
+                f"engine '{self.config.engine}' on {socket.gethostname()}: the checkpoint {self.config.model} changed "
+                f"while it was loaded: {self.digest} before, {now} after",
+                next_step="finish the copy, then run this again",
+            )
 
     def _wake_kv(self) -> None:
         self._settle_call(lambda left: self.engine.wake("kv_cache", left), "wake of the KV cache")
@@ -520,6 +543,9 @@ class Transition:
     def _reset_cache(self) -> None:
         self.engine.reset_prefix_cache(max(CALL_TIMEOUT, self.deadline.left))
         lease.write_sleep_record(self.config.engine, None)
+        if self.wish.state == "reloaded":
+            record = {"main_pid": self.unit.show().main_pid, "weights": self.digest}
+            lease.record(self.config.engine, "reload.json", record)
 
     def _woken(self, part: str) -> None:
         record = lease.sleep_record(self.config.engine) or SleepRecord(self.unit.show().main_pid, 2)

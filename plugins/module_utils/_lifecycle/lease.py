@@ -137,7 +137,7 @@ def last_transition(engine: str) -> dict[str, t.Any] | None:
 
 
 def loaded_weights(engine: str, main_pid: int) -> str:
-    """The digest of the checkpoint that this process has loaded, at its start or by a reload; "" where none is known."""
+    """The digest of the checkpoint that this process has loaded, at its start or by a reload; "" where not known."""
     for file in ("reload.json", "ready.json"):
         value = store.read_json(store.state_dir(engine) / file)
         if value is not None and value.get("main_pid") == main_pid:

@@ -51,7 +51,8 @@ class Options(t.NamedTuple):
 
     ``lease_against`` is the owner of someone else's valid lease, if any; ``keep`` freezes requests that a drain's
     time-out finds; ``host_copy_mib`` is what a sleep at level 1 takes of the host, where that is known better than from
-    the weights; ``on_failure`` of a sleep is fail or stop; ``digest`` is that of the weights to be served; ``tags`` are the parts that a wake brings back, () for all.
+    the weights; ``on_failure`` of a sleep is fail or stop; ``digest`` is that of the weights to be served; ``tags`` are
+    the parts that a wake brings back, () for all.
     """
 
     lease_against: str = ""

@@ -85,6 +85,7 @@ def change(config: EngineConfig, wish: Wish, *, check: bool = False, report: Rep
     deadline = Deadline(wish.timeout)
     digest = ""
     if wish.state == "reloaded":
+        _plan(observe(config), wish)  # what forbids it anyway is told first
         # Before any lock: to read a large checkpoint takes minutes, and nobody's drain waits for it.
         digest = _digest(config, deadline, report, remember=not check)
     if check:

@@ -31,6 +31,7 @@ OPTIONS = Options(owner=OURS)
 OUT = ["withdraw", "await_router", "await_idle", "close", "await_closed"]
 OUT_AGAIN = OUT[1:]  # withdrawn already, perhaps a moment ago
 BACK = ["prove", "admit", "await_ready", "release"]
+NEW = ["reload", "reset_cache", "resume"]
 
 SERVING = observation()
 WITHDRAWN = observation(gate=gate_state("withdrawn"))
@@ -116,6 +117,16 @@ TABLE = {
     ("unknown", "restarted"): (UNKNOWN, ["lease", "withdraw", "await_router", "close", "stop", "start", *BACK]),
     ("unknown", "asleep"): (UNKNOWN, UnknownState),
     ("unknown", "awake"): (UNKNOWN, UnknownState),
+    ("stopped", "reloaded"): (STOPPED, Refused),
+    ("failed", "reloaded"): (FAILED, Refused),
+    ("starting", "reloaded"): (STARTING, Refused),
+    ("asleep", "reloaded"): (ASLEEP, Refused),
+    ("waking", "reloaded"): (WAKING, Refused),
+    ("unknown", "reloaded"): (UNKNOWN, UnknownState),
+    ("serving", "reloaded"): (SERVING, ["lease", *OUT, "pause", *NEW, *BACK]),
+    ("withdrawn", "reloaded"): (WITHDRAWN, ["lease", *OUT_AGAIN, "pause", *NEW, "prove", "release"]),
+    ("draining", "reloaded"): (DRAINING, ["lease", *OUT_AGAIN, "pause", *NEW, "prove", "release"]),
+    ("drained", "reloaded"): (DRAINED, ["lease", *NEW, "prove", "release"]),
 }
 
 
@@ -390,11 +401,38 @@ def test_a_sleep_that_had_to_be_a_stop_is_there_and_is_woken_by_a_start():
 def test_only_a_failed_sleep_is_made_good_by_a_stop():
     stop = OPTIONS._replace(on_failure="stop")
     steps = plan("asleep", SERVING, stop)
-    assert {step.name: names(recover("asleep", step, stop)) for step in steps} == {
+    assert {step.name: names(recover("asleep", step, SERVING, stop)) for step in steps} == {
         **{name: [] for name in ["lease", *OUT]},
         "sleep": ["stop"],
     }
-    assert all(recover("asleep", step, OPTIONS) == [] for step in steps)
+    assert all(recover("asleep", step, SERVING, OPTIONS) == [] for step in steps)
+
+
+NEWER = OPTIONS._replace(digest="sha256:new")
+
+
+def test_weights_that_are_loaded_already_are_not_loaded_again():
+    there = dataclasses.replace(SERVING, weights_digest="sha256:new")
+    assert plan("reloaded", there, NEWER) == []
+    killed = dataclasses.replace(there, gate=gate_state("closed"), lease=lease(purpose="reloaded"))
+    killed = dataclasses.replace(killed, state="withdrawn")
+    assert names(plan("reloaded", killed, NEWER)) == BACK
+    older = dataclasses.replace(SERVING, weights_digest="sha256:old")
+    assert "reload" in names(plan("reloaded", older, NEWER))
+    assert "reload" in names(plan("reloaded", SERVING, NEWER)), "what is not known is loaded anew"
+
+
+def test_a_reload_of_some_ranks_is_made_good_by_a_restart():
+    steps = plan("reloaded", SERVING, NEWER)
+    made_good = {step.name: names(recover("reloaded", step, SERVING, NEWER)) for step in steps}
+    assert made_good.pop("reload") == ["stop", "start", *BACK]
+    assert not any(made_good.values())
+
+
+def test_an_engine_without_development_endpoints_cannot_reload():
+    can = dataclasses.replace(api_state(), capabilities=["lora_update"])
+    with pytest.raises(Refused, match="cannot reload"):
+        plan("reloaded", observation(api=can), NEWER)
 
 
 def test_a_process_that_leaks_is_restarted_instead_of_woken():
@@ -422,6 +460,7 @@ END = {
     "restarted": SERVING,
     "asleep": dataclasses.replace(ASLEEP, lease=lease(purpose="asleep")),
     "awake": SERVING,
+    "reloaded": dataclasses.replace(SERVING, weights_digest="sha256:new"),
 }
 START_FROM = {"serving": END["drained"], "awake": END["asleep"]}
 
@@ -430,6 +469,7 @@ START_FROM = {"serving": END["drained"], "awake": END["asleep"]}
 def test_the_prediction_is_the_state_that_those_steps_end_in(wanted):
     """From a serving engine, and for serving from a drained one: prediction and observation have the same words."""
     now = START_FROM.get(wanted, SERVING)
-    assert predict(now, plan(wanted, now, OPTIONS), OPTIONS) == END[wanted].summary()
+    options = OPTIONS._replace(digest="sha256:new")
+    assert predict(now, plan(wanted, now, options), options) == END[wanted].summary()
     if wanted != "restarted":
-        assert plan(wanted, END[wanted], OPTIONS) == []
+        assert plan(wanted, END[wanted], options) == []

@@ -15,13 +15,20 @@ from ansible_collections.baremetal.vllm.plugins.modules import (
     vllm_engine,
     vllm_info,
     vllm_preload,
+    vllm_reload,
     vllm_sleep,
     vllm_wake,
 )
 from ansible_collections.baremetal.vllm.tests.unit.plugins.module_utils.test_parts import DECLARED
 
 HOST = socket.gethostname()
-CHANGES = [(vllm_drain, {}), (vllm_engine, {"state": "restarted"}), (vllm_sleep, {}), (vllm_wake, {})]
+CHANGES = [
+    (vllm_drain, {}),
+    (vllm_engine, {"state": "restarted"}),
+    (vllm_sleep, {}),
+    (vllm_wake, {}),
+    (vllm_reload, {}),
+]
 
 
 @pytest.fixture(autouse=True)

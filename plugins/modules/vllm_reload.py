@@ -1,0 +1,142 @@
+#!/usr/bin/python
+
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: vllm_reload
+short_description: Have a running vLLM engine serve the weights that are on disk now
+version_added: 0.1.0
+description:
+  - For new weights at the same path and of the same shapes. The engine is drained, loads them on every rank, forgets
+    its prefix cache, is proved and admitted again, all in the same process.
+  - Which weights it serves is known by the digest of its checkpoint, see M(baremetal.vllm.vllm_weights). It is taken
+    before the drain begins and once more after the load, so files that change meanwhile are found.
+  - Where not all ranks load, the engine is restarted instead, which loads the same files.
+  - An engine that takes its weights from a preload daemon is refused, since the daemon would lend the old ones still.
+author:
+  - baremetal.vllm contributors (@baremetal-vllm)
+extends_documentation_fragment:
+  - baremetal.vllm._common
+  - baremetal.vllm._common.attributes
+  - baremetal.vllm._common.engines
+  - baremetal.vllm._common.change
+attributes:
+  check_mode:
+    support: full
+    details: A prediction from reads alone. It hashes the checkpoint, and does not remember what it has hashed.
+  diff_mode:
+    support: full
+  idempotent:
+    support: full
+options:
+  mode:
+    description:
+      - What happens to requests that are still in flight at the time-out.
+      - V(wait) fails and leaves them running, with the engine withdrawn.
+      - V(abort) cuts them and counts them in RV(requests_cut).
+    type: str
+    choices: [wait, abort]
+    default: wait
+seealso:
+  - module: baremetal.vllm.vllm_weights
+  - module: baremetal.vllm.vllm_engine
+"""
+
+EXAMPLES = r"""
+- name: Serve the weights that the training job has just written
+  baremetal.vllm.vllm_reload:
+    engine: chat
+    timeout: 1800
+    lease:
+      owner: training
+      reason: checkpoint of step 4000
+  vars:
+    ansible_python_interpreter: /opt/vllm/control/bin/python
+"""
+
+RETURN = r"""
+changed:
+  description: Whether anything was changed, also by a run that failed later.
+  returned: always
+  type: bool
+actions:
+  description: What was done, or in check mode would be done, one sentence a step.
+  returned: always
+  type: list
+  elements: str
+  sample: ["chat: load its weights anew on every rank", "chat: prove it by a completion"]
+engines:
+  description:
+    - The result of each engine, by name, with the keys C(changed), C(actions), C(before), C(after), C(elapsed) and
+      C(timings); after a failure also C(left).
+  returned: always
+  type: dict
+before:
+  description: The state before, for O(engine). Unseen values are null.
+  returned: when one engine is named
+  type: dict
+  sample: {"state": "serving", "level": null, "admission": "open", "proved": true, "paused": false, "lease": null}
+after:
+  description: The state after, observed anew; in check mode the predicted one.
+  returned: when one engine is named
+  type: dict
+  sample: {"state": "serving", "level": null, "admission": "open", "proved": true, "paused": false, "lease": null}
+elapsed:
+  description: Seconds.
+  returned: when one engine is named
+  type: float
+  sample: 5.2
+timings:
+  description: Seconds by step.
+  returned: when one engine is named
+  type: dict
+  sample: {"wake": 0.4, "prove": 0.1, "admit": 0.01, "await_ready": 0.02}
+weights:
+  description: The digest of the weights that were served before, empty where it was not known, and of those on disk.
+  returned: when one engine is named, not in check mode
+  type: dict
+  sample: {"before": "sha256:5f2c", "after": "sha256:9a01"}
+recovered_from:
+  description: The failure of the load that was made good by a restart.
+  returned: when the engine was restarted for that
+  type: str
+requests_cut:
+  description: Requests that O(mode=abort) cut.
+  returned: when requests were cut
+  type: int
+out_of_service:
+  description:
+    - What the released lease had held, since when (seconds since the epoch), for how many seconds, with the seconds of
+      every step under it, and the record of the last proved start.
+  returned: when a lease was released
+  type: dict
+left:
+  description: What stood in the way, by engine.
+  returned: on failure
+  type: dict
+  sample: {"chat": {"running": 2, "waiting": 0, "sessions": 2}}
+next_step:
+  description: What to do about the failure.
+  returned: on failure
+  type: str
+"""
+
+from ansible.module_utils.basic import AnsibleModule
+
+from ansible_collections.baremetal.vllm.plugins.module_utils._glue import CHANGE, ONE_OR_MORE, run_change
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={**CHANGE, "mode": {"type": "str", "choices": ["wait", "abort"], "default": "wait"}},
+        supports_check_mode=True,
+        **ONE_OR_MORE,
+    )
+    run_change(module, "reloaded")
+
+
+if __name__ == "__main__":
+    main()

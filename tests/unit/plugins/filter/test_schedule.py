@@ -178,10 +178,11 @@ def test_windows_of_different_engines_are_open_together():
         ([DAY, {**DAY, "name": "again"}], "windows 'day' and 'again' are both open"),
         ([DAY, {**NIGHT, "asleep": [], "to": "08:01"}], "both speak of code"),
         ([{**DAY, "asleep": []}, {**NIGHT, "asleep": [], "to": "08:01"}], "both speak of chat and code"),
-        ([window(**{"from": "22:00", "to": "06:00", "days": ["fri"]}), window(name="x", days=["sat"], **{"from": "05:59"})],
-         "are both open at"),
+        ([window(**{"from": "22:00", "to": "06:00", "days": ["fri"]}),
+          window(name="x", days=["sat"], **{"from": "05:59"})], "are both open at"),
         # two zones, which are an hour closer to each other for some weeks of a year only
-        ([window(**{"from": "13:00", "to": "19:00"}), window(name="x", timezone=NEW_YORK, **{"from": "13:00", "to": "14:00"})],
+        ([window(**{"from": "13:00", "to": "19:00"}),
+          window(name="x", timezone=NEW_YORK, **{"from": "13:00", "to": "14:00"})],
          "windows 'w' and 'x' are both open at 2026-03-08T17:00:00Z"),
     ],
 )  # fmt: skip

@@ -16,7 +16,7 @@ import time
 import typing as t
 from pathlib import Path
 
-from . import claim, compile_cache, footprint, gpu, lease, owners, preload_doors, process, store
+from . import claim, compile_cache, footprint, golden, gpu, lease, owners, preload_doors, process, store
 from .config import EngineConfig
 from .deadline import Deadline
 from .engine import Engine
@@ -24,7 +24,7 @@ from .errors import DeadlineExceeded, LifecycleError, Refused, Surprise, Unreach
 from .gate import Gate, GateDown
 from .lease import LeaseRequest
 from .preload import peek
-from .transition import Report, Transition, Wish, prove
+from .transition import Report, Transition, Wish
 from .unit import Unit, process_start
 
 # Run by the runtime's own Python as the service user: what it cannot read or import, the engine cannot either.
@@ -188,10 +188,12 @@ def ready(config: EngineConfig, report: Report, main_pid: int) -> None:
                 f"{config.engine}: warming with {shape['prompt_tokens']} prompt and {shape['max_tokens']} new tokens"
             )
             try:
-                warm += prove(engine, shape, deadline)
+                warm += golden.answer_shape(engine, shape, deadline)
             except Unreachable:
                 _alive(config, main_pid, identity)
                 raise
+        proof = golden.prove(engine, deadline, report, answered=True)
+        _alive(config, main_pid, identity)
     finally:
         engine.close()
     lease.record(
@@ -206,6 +208,7 @@ def ready(config: EngineConfig, report: Report, main_pid: int) -> None:
             "runtime_version": config.runtime_version,
             "invocation": invocation,
             "preload": lent,
+            "proof": proof.asdict(),
             "weights": _digest_loaded(config, invocation),
             # What a sleep at level 1 has to copy; the engine itself says it once.
             "weights_mib": footprint.loaded_mib(Unit(config.unit).journal(5000, invocation)) if invocation else None,
@@ -214,7 +217,7 @@ def ready(config: EngineConfig, report: Report, main_pid: int) -> None:
     compile_cache.proved(config)
     claim.end(config)
     _tell_gate(config, "1", report)
-    report(f"{config.engine}: ready after {boot:.1f} s, warmed in {warm:.1f} s")
+    report(f"{config.engine}: ready after {boot:.1f} s, warmed in {warm:.1f} s, proved by {proof.says}")
 
 
 def _await_serving(

@@ -184,9 +184,10 @@ class Engine:
 
     def capabilities(self, timeout: float) -> list[str]:
         """What this engine can be asked to do, by its routes: a GET of one that takes POST is 405, of none 404."""
-        return [name for name, path in ROUTES.items() if self._has_route(path, timeout)]
+        return [name for name, path in ROUTES.items() if self.has_route(path, timeout)]
 
-    def _has_route(self, path: str, timeout: float) -> bool:
+    def has_route(self, path: str, timeout: float) -> bool:
+        """Whether it has an endpoint that takes POST: a GET of it is 405, of none 404."""
         answer = self.call("GET", path, timeout=timeout)
         if answer.status not in (404, 405):
             raise Surprise(f"{answer.url} answered HTTP {answer.status} to a GET, which is neither 404 nor 405")

@@ -80,3 +80,7 @@ class Answered(LifecycleError):
 
 class Surprise(LifecycleError):
     """An answer that says yes, or says nothing we can read, while another signal shows something else."""
+
+
+class Mismatch(Surprise):
+    """An engine answers, and not what it ought to: other weights, stale caches, or no weights at all."""

@@ -11,7 +11,7 @@ import typing as t
 from contextlib import ExitStack
 from dataclasses import replace
 
-from . import claim, compile_cache, footprint, gpu, lease, weights
+from . import claim, compile_cache, footprint, golden, gpu, lease, weights
 from .config import EngineConfig
 from .deadline import Deadline
 from .engine import Engine, Metrics
@@ -430,7 +430,7 @@ class Transition:
             )
 
     def _prove(self) -> None:
-        prove(self.engine, {"prompt_tokens": 4, "max_tokens": 1}, self.deadline.sooner(60))
+        self.extra["proof"] = golden.prove(self.engine, self.deadline, self.report).asdict()
 
     def _await_ready(self) -> None:
         """The router's own question, over the network."""
@@ -520,6 +520,9 @@ class Transition:
         self._woken("weights")
 
     def _reload(self) -> None:
+        anew = self.wish.state == "reloaded"
+        if anew:  # whatever becomes of this call, what it computed with before is no measure any more
+            golden.weights_read(self.config, anew=True)
         ranks = self.engine.reload_weights(max(CALL_TIMEOUT, self.deadline.left))
         if ranks != self.config.ranks:
             raise Surprise(
@@ -527,7 +530,8 @@ class Transition:
                 f"has {self.config.ranks}",
                 next_step="restart it with vllm_engine",
             )
-        if self.wish.state != "reloaded":
+        golden.weights_read(self.config, anew=anew)
+        if not anew:
             self._woken("reloaded")
         elif (now := _digest(self.config, self.deadline, self.report)) != self.digest:
             raise Surprise(
@@ -642,19 +646,3 @@ def _counts(metrics: Metrics, name: str) -> tuple[int, int]:
     if metrics.running is None or metrics.waiting is None:
         raise Surprise(f"engine '{name}' does not report its requests any more")
     return sum(metrics.running.values()), sum(metrics.waiting.values())
-
-
-def prove(engine: Engine, shape: t.Mapping[str, int], deadline: Deadline) -> float:
-    """A completion of a shape, whole and in time; seconds it took.
-
-    :raises Surprise: an answer that is not the completion that was owed.
-    """
-    begun = time.monotonic()
-    done = engine.complete(timeout=max(deadline.left, 0.1), **shape)
-    if done.finish_reason != "length" or done.tokens != shape["max_tokens"]:
-        raise Surprise(
-            f"engine '{engine.config.engine}' on {socket.gethostname()} owed {shape['max_tokens']} token(s) and gave "
-            f"{done.tokens} with finish_reason {done.finish_reason!r}",
-            next_step=f"read journalctl -u {engine.config.unit}; restart it with vllm_engine state=restarted",
-        )
-    return time.monotonic() - begun

@@ -58,6 +58,23 @@ def vllm_roll_rows(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) -> l
     return rows
 
 
+def _notes(engine: t.Mapping[str, t.Any]) -> list[str]:
+    """Why an engine is in its state, and what is due for it."""
+    notes = list(engine["reasons"])
+    if engine["stale"]:
+        notes.append("its configuration on disk is newer than its process: restart due")
+    if engine.get("leak"):
+        notes.append(f"{engine['leak']}: restart due")
+    if preload := engine.get("preload"):
+        source = preload["weights_source"] or "an unknown place"
+        where = "" if engine["state"] in ("stopped", "failed", "starting") else f"weights from {source}, "
+        notes.append(
+            f"{where}preload daemon {preload['daemon']} {preload['state']}, next start {preload['next_start']}"
+        )
+        notes += preload["why"]
+    return notes
+
+
 def vllm_status_rows(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) -> list[str]:
     """The fleet as a table, one line for each engine; a host that cannot say is a line, too."""
     lines = [STATUS % ("HOST", "ENGINE", "STATE", "REQUESTS", "BOOT_S", "RUNTIME", "LEASE", "NOTE")]
@@ -73,9 +90,7 @@ def vllm_status_rows(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) ->
             busy = "?" if None in counts else sum(sum(count.values()) for count in counts if count)
             level = "" if engine["level"] is None else f" {engine['level']}"
             lease = engine["lease"]
-            notes = list(engine["reasons"])
-            if engine["stale"]:
-                notes.append("its configuration on disk is newer than its process: restart due")
+            notes = _notes(engine)
             lines.append(
                 STATUS
                 % (

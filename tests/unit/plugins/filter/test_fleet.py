@@ -82,6 +82,22 @@ def test_the_table_has_a_line_for_each_engine_and_for_each_silent_host():
     assert "it was not asked" in lines[5]
 
 
+def test_the_table_says_what_is_due():
+    preload = {
+        "daemon": "base",
+        "state": "lost",
+        "weights_source": "preload_zero_copy",
+        "next_start": "cold",
+        "why": ["daemon lost; scheduled for the next restart"],
+    }
+    engine = {**seen(), "leak": "after 9 sleeps it holds more", "preload": preload}
+    lines = fleet.vllm_status_rows(["e1"], {"e1": {"__vllm_status_seen": {"engines": {"chat": engine}}}})
+    assert lines[1].endswith(
+        "after 9 sleeps it holds more: restart due; weights from preload_zero_copy, preload daemon base lost, "
+        "next start cold; daemon lost; scheduled for the next restart"
+    )
+
+
 @pytest.mark.parametrize(
     ("engine", "abandoned"),
     [

@@ -236,6 +236,9 @@ def test_a_checkpoint_that_changed_since_the_daemon_read_it(pair, command):
     path = f"{host.root}/srv/models/tiny"
     old = digest(host, path, command)
     model.write(host.root / "srv/models/tiny", "new values")
+    files = host.files()
+    host.info()
+    assert host.files() == files, "a look remembers nothing"
     new = digest(host, path, command)
     reason = f"it has loaded {old}, while {path} is {new} now"
     looked = host.run(vllm_preload, **READY)
@@ -360,6 +363,15 @@ def test_with_an_opt_in_the_kv_cache_is_freed_and_a_plain_wake_brings_it_back(pa
     assert host.chat.complete() == before
     assert host.gpu.used() == BOTH
     assert host.info()["state"] == "serving"
+
+
+def test_a_wake_by_hand_from_level_2_is_right_where_the_weights_are_the_daemons(pair):
+    host = running(pair(use={"allow_zero_copy_sleep": True}))
+    before = host.chat.complete()
+    host.done(vllm_sleep, level=2)
+    host.chat.request("POST", "/wake_up")
+    assert host.info()["state"] == "serving", "of an engine with weights of its own nothing would be known"
+    assert host.chat.complete() == before
 
 
 def test_an_engine_in_copy_mode_sleeps_at_level_1_only(pair):
@@ -644,22 +656,17 @@ def test_sockets_are_tried_as_the_service_user():
 # 9. An engine waits for its daemon.
 
 
-def test_an_engine_waits_for_a_daemon_that_still_loads(pair):
-    host = pair(daemon={"load_time": 3})
+@pytest.mark.parametrize("fallback", [False, True])
+def test_an_engine_waits_for_a_daemon_that_still_loads(pair, fallback):
+    """With a fall-back, too: otherwise both would load, and the second copy stay for life."""
+    host = pair(daemon={"load_time": 3}, use={"fallback": fallback})
     host.systemd.ctl("start", "--no-block", DAEMON)
     wait_for(lambda: host.base.health() == 503, "the daemon to load")
-    result = host.done(START[0], **START[1])
-    assert result["started"]["preload"]["source"] == "preload_zero_copy"
+    journal = start(host, host.chat.unit)
+    assert "chat: takes sha256:" in journal
+    assert "loads from disk" not in journal
+    assert host.info()["preload"]["weights_source"] == "preload_zero_copy"
     assert host.gpu.used() == BOTH, "one copy"
-
-
-def test_an_engine_with_a_fall_back_waits_for_a_daemon_that_still_loads_too(pair):
-    """Otherwise both would load, and the second copy stay for life."""
-    host = pair(daemon={"load_time": 3}, use={"fallback": True})
-    host.systemd.ctl("start", "--no-block", DAEMON)
-    wait_for(lambda: host.base.health() == 503, "the daemon to load")
-    assert host.done(START[0], **START[1])["started"]["preload"]["source"] == "preload_zero_copy"
-    assert host.gpu.used() == BOTH
 
 
 def test_an_engine_whose_daemon_is_not_ready_fails_with_its_state_and_its_last_words(pair):
@@ -670,7 +677,9 @@ def test_an_engine_whose_daemon_is_not_ready_fails_with_its_state_and_its_last_w
     journal = start(host, host.chat.unit)
     assert time.monotonic() - begun >= 3
     assert "its preload daemon 'base' is starting, not ready, after 3 s: health 503" in journal
-    assert "Weight cache target daemon rank 0 serving on" in journal, "the daemon's last lines"
+    said = journal[: journal.index("Next: ")]
+    assert f"last lines of {DAEMON}:" in said
+    assert "Weight cache target daemon rank 0 serving on" in said
     assert host.chat.active() == "failed"
     assert "Initializing" not in journal
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import pytest
 
@@ -29,7 +30,9 @@ from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.source i
     COPY,
     DISK,
     ZERO_COPY,
+    identity,
     judge_source,
+    lost,
     read_log,
 )
 from ansible_collections.baremetal.vllm.tests.unit.plugins.module_utils import lifecycle_factory as made
@@ -254,6 +257,25 @@ def test_what_memory_makes_of_it(said, own, lent, awake, source):
     found, why = judge_source(said, own, lent, 13250, awake=awake)
     assert found == source
     assert bool(why) is (source is None)
+
+
+@pytest.mark.parametrize(
+    ("said", "of_daemon", "gone"),
+    [
+        ({}, {}, False),
+        ({}, {"started_at": 101.0}, True),  # younger than its engine
+        ({}, {"active_state": "inactive", "main_pid": 0}, True),
+        ({}, {"active_state": "failed", "main_pid": 0}, True),
+        ({}, {"active_state": "activating", "main_pid": 0}, True),  # it comes anew
+        ({"daemon_process": {"main_pid": 10, "boot": "another", "start": 1}}, {}, True),
+        ({"daemon_process": identity(os.getpid())}, {"main_pid": os.getpid()}, False),
+        ({"daemon_process": identity(os.getpid())}, {"active_state": "inactive", "main_pid": 0}, True),
+        ({}, None, False),  # not seen is not lost
+    ],
+)
+def test_whether_an_engine_has_lost_its_daemon(said, of_daemon, gone):
+    seen = None if of_daemon is None else dataclasses.replace(made.unit_state(), **of_daemon)
+    assert lost(said, made.unit_state(), seen) is gone
 
 
 # The state of a daemon.

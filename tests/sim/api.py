@@ -10,7 +10,7 @@ import time
 import typing as t
 import uuid
 
-from . import completions, prom
+from . import completions, pooling, prom
 from .core import CallFailed, Core, EngineDead
 from .faults import Switches
 from .httpd import Request, Response, Stream, answer
@@ -59,10 +59,12 @@ class Api:
             "/ping": {"GET": self.health, "POST": self.health},
             "/tokenize": {"POST": self.tokenize},
             "/v1/models": {"GET": self.models},
-            "/v1/completions": {"POST": self.completion},
-            "/v1/chat/completions": {"POST": self.completion},
             "/invocations": {"POST": self.completion},
         }
+        if options.runner == "pooling":
+            self.routes.update({path: {"POST": self.pooled} for path in pooling.paths(options)})
+        else:
+            self.routes.update({path: {"POST": self.completion} for path in completions.PATHS})
         if options.enable_lora and options.allow_lora_updates:
             self.routes["/v1/load_lora_adapter"] = {"POST": self.load_lora}
             self.routes["/v1/unload_lora_adapter"] = {"POST": self.unload_lora}
@@ -112,7 +114,7 @@ class Api:
         if request.headers.get("x-sim") == "quiet":
             return  # the harness's own look
         mutating = request.method not in ("GET", "HEAD", "OPTIONS") and request.path not in READING
-        generation = request.path in ("/v1/completions", "/v1/chat/completions", "/invocations")
+        generation = request.path in (*completions.PATHS, *pooling.SHAPES, "/invocations")
         line = {
             "t": round(time.time(), 4),
             "method": request.method,
@@ -196,6 +198,14 @@ class Api:
         if any(core.stopping for core in self.cores):
             return error("cannot schedule new futures after shutdown", 500)
         return await completions.answer(self, request)
+
+    async def pooled(self, request: Request) -> Response:
+        status = self.faults.number("error_completions", 500)
+        if status is not None:
+            return error("The server is broken", int(status))
+        if any(core.stopping for core in self.cores):
+            return error("cannot schedule new futures after shutdown", 500)
+        return await pooling.answer(self, request)
 
     # development mode
 

@@ -16,6 +16,7 @@ from .httpd import answer as reply
 if t.TYPE_CHECKING:
     from .api import Api
 
+PATHS = ("/v1/completions", "/v1/chat/completions")
 FINGERPRINT = "vllm-{version}-51e51e00"
 ENGINE_DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 
@@ -40,6 +41,8 @@ class Job:
         self.ids = bool(body.get("return_token_ids"))
         wanted = body.get("logprobs")
         self.logprobs = wanted is not None and wanted is not False  # 0 is wanted: the chosen token's own
+        self.top = int((body.get("top_logprobs") if chat else wanted) or 0) if self.logprobs else 0
+        self.named_by_id = bool(body.get("return_tokens_as_token_ids"))
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex[:16]}"
         self.created = int(time.time())
         if chat:
@@ -65,24 +68,41 @@ class Job:
         prompt = len(self.prompt_ids)
         return {"prompt_tokens": prompt, "total_tokens": prompt + made, "completion_tokens": made}
 
+    def name(self, number: int) -> str:
+        return f"token_id:{number}" if self.named_by_id else model.piece(number)
+
+    def ranked(self, one: model.Token) -> list[tuple[str, float]]:
+        """The likeliest tokens, of which two are known here, and the chosen one."""
+        chosen, other = (one.logprob, one.id), (round(one.logprob - one.margin, 4), one.other)
+        best = sorted([chosen, other], reverse=True)[: self.top]
+        return [(self.name(number), logprob) for logprob, number in dict.fromkeys([chosen, *best])]
+
     def logprobs_of(self, tokens: list[model.Token], offset: int) -> dict[str, t.Any] | None:
         if not self.logprobs:
             return None
         if self.chat:
             content = [
-                {"token": one.text, "logprob": one.logprob, "bytes": list(one.text.encode()), "top_logprobs": []}
+                {
+                    "token": self.name(one.id),
+                    "logprob": one.logprob,
+                    "bytes": list(one.text.encode()),
+                    "top_logprobs": [
+                        {"token": name, "logprob": logprob, "bytes": list(name.encode())}
+                        for name, logprob in (self.ranked(one) if self.top else [])
+                    ],
+                }
                 for one in tokens
             ]
             return {"content": content}
         offsets = []
         for one in tokens:
             offsets.append(offset)
-            offset += len(one.text)
+            offset += len(self.name(one.id))
         return {
             "text_offset": offsets,
             "token_logprobs": [one.logprob for one in tokens],
-            "tokens": [one.text for one in tokens],
-            "top_logprobs": [{one.text: one.logprob} for one in tokens],
+            "tokens": [self.name(one.id) for one in tokens],
+            "top_logprobs": [dict(self.ranked(one)) for one in tokens],
         }
 
     def whole(self, tokens: list[model.Token], reason: str) -> dict[str, t.Any]:
@@ -161,7 +181,11 @@ def parse(request: Request, options: t.Any) -> Job | Response:
     if limit is not None and limit > options.max_model_len:
         text = f"max_tokens={limit} cannot be greater than max_model_len={options.max_model_len}."
         return refuse(text, 400, "BadRequestError", "max_tokens")
-    return Job(body, chat, options)
+    job = Job(body, chat, options)
+    if job.top > options.max_logprobs:
+        text = f"Requested sample logprobs of {job.top}, which is greater than max allowed: {options.max_logprobs}"
+        return refuse(f"{text} (parameter=logprobs, value={job.top})", 400, "BadRequestError", "logprobs")
+    return job
 
 
 async def answer(api: Api, request: Request) -> Response | Stream:

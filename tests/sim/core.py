@@ -48,6 +48,7 @@ class Sequence:
         self.max_tokens = max_tokens
         self.made = 0
         self.owed = 0.0
+        self.pools = False  # owes an embedding or a score, and no tokens
         self.garbled = False
         self.news: asyncio.Queue[list[model.Token] | str] = asyncio.Queue()
 
@@ -178,6 +179,9 @@ class Core:
         if stuck or self.output_hangs or self.faults.get("hang_output") is not None:
             return
         for sequence in list(self.running):
+            if sequence.pools:
+                self.finish(sequence, "stop")
+                continue
             cut = self.faults.number("cut_streams", 3)
             short = self.faults.number("short_answers", 1)
             limit = int(min(sequence.max_tokens, cut or 1 << 30, short or 1 << 30))
@@ -193,13 +197,23 @@ class Core:
         if not self.running:
             self.observe()
 
-    def token(self, sequence: Sequence, position: int) -> model.Token:
+    def content_for(self, sequence: Sequence) -> str:
+        """The weights that answer, with what goes wrong."""
         content = self.content
         if self.faults.get("garbage") is not None or sequence.garbled:
-            content = model.DISCARDED
-        elif self.faults.get("wrong_tokens") is not None:
-            content = f"not {content}"
+            return model.DISCARDED
+        return content if self.faults.get("wrong_tokens") is None else f"not {content}"
+
+    def token(self, sequence: Sequence, position: int) -> model.Token:
+        content = self.content_for(sequence)
+        tie, flip = self.faults.number("near_tie", 3), self.faults.number("tokens_flip", 3)
+        if flip is not None and position > flip:
+            content = f"{content} after another token"
         made = model.token(content, sequence.prompt, position)
+        if tie == position:
+            made = made._replace(margin=0.02)
+        if flip == position:
+            made = model.flipped(made)
         off = self.faults.number("logprobs_off", 0.5)
         return made if off is None else made._replace(logprob=round(made.logprob - off, 4))
 

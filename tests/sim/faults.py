@@ -74,6 +74,11 @@ TABLE = [
     Fault("garbage", "output", "", "every token is id 0, whatever the state", "A38"),
     Fault("wrong_tokens", "output", "", "plausible tokens of other weights", "S01 A26"),
     Fault("logprobs_off", "output", "amount", "the tokens are right, logprobs differ by this much", "A26"),
+    Fault(
+        "near_tie", "output", "position", "two tokens are as likely as each other there, but for 0.02", "measured: bf16"
+    ),
+    Fault("tokens_flip", "output", "position", "the runner-up comes there, and what follows from it", "measured: bf16"),
+    Fault("vectors_off", "output", "share", "vectors and scores are off by this share", "A26"),
     Fault("hang_output", "output", "", "completions never answer; health, version and models do", "E01"),
     Fault("slow_tokens", "output", "tokens a second", "tokens come that slowly", "D05"),
     Fault("cut_streams", "output", "tokens", "streams end after this many tokens with abort, 200 and [DONE]", "S06"),

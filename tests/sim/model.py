@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 import typing as t
 from pathlib import Path
@@ -23,15 +24,38 @@ class Token(t.NamedTuple):
     id: int
     logprob: float
     text: str
+    other: int  # the runner-up, and how much less likely it was
+    margin: float
 
 
 def token(content: str, prompt: str, position: int) -> Token:
     if content == DISCARDED:
-        return Token(0, -6.2383, "!")
+        return Token(0, -6.2383, "!", 1, 0.0)
     digest = hashlib.sha256(f"{content}\n{prompt}\n{position}".encode()).digest()
-    number, fraction = struct.unpack_from(">HH", digest)
+    number, fraction, step, gap = struct.unpack_from(">HHHH", digest)
     chosen = 1 + number % (VOCABULARY - 1)
-    return Token(chosen, round(-2.2 - 2 * fraction / 65536, 4), piece(chosen))
+    other = 1 + (chosen + step % (VOCABULARY - 2)) % (VOCABULARY - 1)
+    return Token(chosen, round(-2.2 - 2 * fraction / 65536, 4), piece(chosen), other, round(0.3 + 2 * gap / 65536, 4))
+
+
+def flipped(made: Token) -> Token:
+    """The runner-up in place of the chosen token."""
+    return Token(made.other, round(made.logprob - made.margin, 4), piece(made.other), made.id, -made.margin)
+
+
+def vector(content: str, prompt: str, size: int) -> list[float]:
+    """An embedding of unit length; zeros from discarded weights."""
+    if content == DISCARDED:
+        return [0.0] * size
+    data = hashlib.shake_256(f"{content}\n{prompt}".encode()).digest(2 * size)
+    numbers = [one / 32768 - 1 for one in struct.unpack(f">{size}H", data)]
+    length = math.hypot(*numbers)
+    return [one / length for one in numbers]
+
+
+def score(content: str, prompt: str) -> float:
+    """How well two texts go together: from 0 to 1, and 0 from discarded weights."""
+    return 0.0 if content == DISCARDED else (1 + vector(content, prompt, 8)[0]) / 2
 
 
 def piece(number: int) -> str:

@@ -35,6 +35,9 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
     add("--enable-lora", action="store_true")
     add("--enable-server-load-tracking", action="store_true")
     add("--disable-log-stats", action="store_true")
+    add("--runner", choices=["auto", "generate", "pooling"], default="auto")
+    add("--convert", choices=["auto", "none", "embed", "classify"], default="auto")
+    add("--max-logprobs", type=int, default=20)
     add("--load-format", default="auto")
     add("--model-loader-extra-config", type=json.loads, default={})
 

@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from ansible.module_utils.basic import AnsibleModule, missing_required_lib
 
 from ._lifecycle import config
+from ._lifecycle.adapters_change import AdapterWish, change_adapters
 from ._lifecycle.errors import LifecycleError, MissingLibrary, UsageError
 from ._lifecycle.lease import LeaseRequest
-from ._lifecycle.transition import Outcome, Wish, change
+from ._lifecycle.transition import Outcome, Wish, change, silent
 
 ENGINES: dict[str, t.Any] = {
     "engine": {"type": "str"},
@@ -86,6 +87,31 @@ def run_change(module: AnsibleModule, state: str) -> t.NoReturn:
     except LifecycleError as exc:
         fail(module, exc, changed=False)
     exit_with(module, {name: _changer(engine, wish, module.check_mode) for name, engine in engines.items()})
+
+
+def run_adapters(module: AnsibleModule) -> t.NoReturn:
+    """Bring the LoRA adapters of every named engine to what is wanted, side by side, and exit with one result."""
+    params = module.params
+    given = params["adapters"]
+    wish = AdapterWish(
+        adapters=None if given is None else [config.AdapterConfig(**one) for one in given],
+        state=params["state"],
+        lease=LeaseRequest(
+            owner=params["lease"]["owner"], reason=params["lease"]["reason"], ttl=params["lease"]["ttl"]
+        ),
+        timeout=params["timeout"],
+        force=params["force"],
+    )
+    _refuse_bad_numbers(module)
+    try:
+        engines = {name: config.load(name) for name in chosen_engines(module)}
+    except LifecycleError as exc:
+        fail(module, exc, changed=False)
+
+    def changer(engine: config.EngineConfig) -> t.Callable[[], Outcome]:
+        return lambda: change_adapters(engine, wish, module.check_mode, silent)
+
+    exit_with(module, {name: changer(engine) for name, engine in engines.items()})
 
 
 def _changer(engine: config.EngineConfig, wish: Wish, check: bool) -> t.Callable[[], Outcome]:

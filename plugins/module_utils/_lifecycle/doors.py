@@ -16,7 +16,20 @@ import time
 import typing as t
 from pathlib import Path
 
-from . import claim, compile_cache, footprint, golden, gpu, lease, owners, preload_doors, process, store
+from . import (
+    adapters,
+    adapters_apply,
+    claim,
+    compile_cache,
+    footprint,
+    golden,
+    gpu,
+    lease,
+    owners,
+    preload_doors,
+    process,
+    store,
+)
 from .config import EngineConfig
 from .deadline import Deadline
 from .engine import Engine
@@ -89,6 +102,7 @@ def preflight(config: EngineConfig, report: Report) -> None:
             next_step=f"run the role baremetal.vllm.vllm_runtime for version {config.runtime_version}",
         )
     _probe_as_user(config, python)
+    adapters.preflight(config)
     _free_socket(config)
     compile_cache.prepare(config, report)
     # Before the ticket for its GPUs: its daemon may have to start meanwhile.
@@ -192,6 +206,8 @@ def ready(config: EngineConfig, report: Report, main_pid: int) -> None:
             except Unreachable:
                 _alive(config, main_pid, identity)
                 raise
+        if config.adapters:
+            adapters_apply.at_start(config, engine, Unit(config.unit).show(), deadline, report)
         proof = golden.prove(engine, deadline, report, answered=True)
         _alive(config, main_pid, identity)
     finally:

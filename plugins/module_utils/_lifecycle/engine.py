@@ -44,6 +44,8 @@ class Metrics:
     sleep_operations: int | None = None
     tokens: int | None = None
     finished: dict[str, int] = field(default_factory=dict)
+    # Names of LoRA adapters with requests when the engine's scheduler last ran; of one engine index only.
+    busy_adapters: list[str] | None = None
 
     @property
     def in_flight(self) -> int | None:
@@ -66,6 +68,7 @@ def parse_metrics(text: str) -> Metrics:
     tokens: int | None = None
     deferred: int | None = None
     operations: int | None = None
+    busy: tuple[float, list[str]] | None = None
     for line in text.splitlines():
         match = _SAMPLE.match(line)
         if line.startswith("#") or not match:
@@ -91,6 +94,10 @@ def parse_metrics(text: str) -> Metrics:
             finished[reason] = finished.get(reason, 0) + _count(name, value)
         elif name == "vllm:generation_tokens_total":
             tokens = (tokens or 0) + _count(name, value)
+        elif name == "vllm:lora_requests_info":
+            # Every set of names stays listed for ever; the value is the time when it was the present one.
+            both = f"{labels.get('running_lora_adapters', '')},{labels.get('waiting_lora_adapters', '')}"
+            busy = max(busy or (0.0, []), (_number(name, value), sorted({*both.split(",")} - {""})))
     for index, named in states.items():
         if len(set(named)) > 1 or (named and named[0] not in SLEEP_STATES):
             raise Surprise(f"vllm:engine_sleep_state of engine index {index} says {' and '.join(sorted(set(named)))}")
@@ -102,17 +109,22 @@ def parse_metrics(text: str) -> Metrics:
         sleep_operations=operations,
         tokens=tokens,
         finished=finished,
+        busy_adapters=busy[1] if busy else None,
     )
 
 
 def _count(name: str, value: str) -> int:
+    return int(_number(name, value))
+
+
+def _number(name: str, value: str) -> float:
     try:
         number = float(value)
     except ValueError:
         number = math.nan
     if not math.isfinite(number) or number < 0:
         raise Surprise(f"metric {name} has the value {value!r}, which is no count")
-    return int(number)
+    return number
 
 
 class Completion(t.NamedTuple):
@@ -122,6 +134,15 @@ class Completion(t.NamedTuple):
     tokens: int
     text: str
     token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A name in /v1/models. ``parent`` is the model that an adapter belongs to, "" for a model itself."""
+
+    name: str
+    root: str
+    parent: str
 
 
 class Engine:
@@ -142,9 +163,9 @@ class Engine:
     ) -> Answer:
         return self._client.request(method, path, timeout=timeout, params=params, body=body)
 
-    def _post(self, path: str, *, timeout: float, params: Params | None = None) -> None:
+    def _post(self, path: str, *, timeout: float, params: Params | None = None, body: t.Any = None) -> None:
         """A control call. Bodies differ between versions (empty on 0.31), so only the status is judged here."""
-        answer = self.call("POST", path, timeout=timeout, params=params)
+        answer = self.call("POST", path, timeout=timeout, params=params, body=body)
         if not answer.ok:
             raise Answered(answer.url, answer.status, answer.text)
 
@@ -160,11 +181,26 @@ class Engine:
         return version
 
     def models(self, timeout: float) -> list[str]:
+        return [one.name for one in self.served(timeout)]
+
+    def served(self, timeout: float) -> list[Served]:
+        """The names that requests may ask for: those of the model itself, and its LoRA adapters."""
         answer = self.call("GET", "/v1/models", timeout=timeout)
         data = answer.json_object().get("data")
         if not isinstance(data, list) or not all(isinstance(m, dict) and isinstance(m.get("id"), str) for m in data):
             raise Surprise(f"{answer.url} lists no models")
-        return [model["id"] for model in data]
+        return [Served(m["id"], str(m.get("root") or ""), str(m.get("parent") or "")) for m in data]
+
+    def load_adapter(self, name: str, path: str, timeout: float) -> None:
+        """Load a LoRA adapter. That it answers 200 does not prove that the adapter has an effect."""
+        self._post("/v1/load_lora_adapter", timeout=timeout, body={"lora_name": name, "lora_path": path})
+
+    def unload_adapter(self, name: str, timeout: float) -> None:
+        """Take a LoRA adapter out of /v1/models. Requests that use it go on to their end.
+
+        :raises Answered: with status 404 where there is none of that name.
+        """
+        self._post("/v1/unload_lora_adapter", timeout=timeout, body={"lora_name": name})
 
     def flag(self, path: str, key: str, timeout: float) -> bool | None:
         """A yes-or-no of a development endpoint; None where the engine has no such route (404)."""
@@ -275,13 +311,18 @@ class Engine:
 
 def api_key(config: EngineConfig) -> str:
     """The engine's API key from its environment file (0600, read by root), or nothing."""
+    return environment(config, "VLLM_API_KEY")
+
+
+def environment(config: EngineConfig, variable: str) -> str:
+    """A variable from the engine's environment file, or nothing."""
     try:
         lines = Path(config.env_file).read_text(encoding="utf-8").splitlines()
     except OSError:
         return ""
     for line in lines:
         name, value = line.strip().partition("=")[::2]
-        if name == "VLLM_API_KEY":
+        if name == variable:
             if value.startswith('"') and value.endswith('"'):
                 return re.sub(r'\\(["\\`$])', r"\1", value[1:-1])  # as systemd reads an EnvironmentFile
             return value.strip("'")

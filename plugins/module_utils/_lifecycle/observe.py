@@ -10,9 +10,10 @@ import time
 import typing as t
 from dataclasses import asdict, dataclass, field
 
-from . import footprint, gpu, lease, pairing
+from . import adapters, footprint, gpu, lease, pairing
+from .adapters import EngineAdapters
 from .config import EngineConfig
-from .engine import SLEEP_STATES, Engine, Metrics
+from .engine import SLEEP_STATES, Engine, Metrics, Served
 from .errors import LifecycleError, Unreachable
 from .gate import Gate, GateState
 from .host import MemoryState, host_memory
@@ -49,6 +50,7 @@ class ApiState:
     metrics: Metrics | None = None
     models: list[str] | None = None
     capabilities: list[str] | None = None
+    served: list[Served] | None = None
 
     @property
     def in_flight(self) -> int | None:
@@ -78,6 +80,7 @@ class Observation:
     runtime_version: str
     stale: bool | None
     preload: EnginePreload | None = None
+    adapters: EngineAdapters | None = None
     # MiB that a sleep at level 1 would still take of the host, None where that is not known; what others were promised.
     host_copy_mib: int | None = None
     promised_mib: int = 0
@@ -100,6 +103,11 @@ class Observation:
         if not self.last or not self.unit or self.last.get("restarted_pid") != self.unit.main_pid:
             return ""
         return str(self.last.get("run") or "")
+
+    @property
+    def lora(self) -> bool:
+        """Whether LoRA is on."""
+        return self.adapters is not None and self.adapters.in_use
 
     def summary(self) -> dict[str, t.Any]:
         """The part of the state that a change is about: before, after and diff."""
@@ -165,7 +173,9 @@ def observe(config: EngineConfig) -> Observation:
         unseen=looker.unseen,
         lent=lent,
     )
-    broken = [looker.unseen[name] for name in ("lease", "sleep") if name in looker.unseen]
+    served = api.served if api else None
+    lora = looker.look("adapters", lambda: adapters.observe_adapters(config, unit, served))
+    broken = [looker.unseen[name] for name in ("lease", "sleep", "adapters") if name in looker.unseen]
     if broken:
         state, reasons = "unknown", [*reasons, *broken]
     return Observation(
@@ -188,6 +198,7 @@ def observe(config: EngineConfig) -> Observation:
         runtime_version=config.runtime_version,
         stale=_stale(config, unit, started),
         preload=preload,
+        adapters=lora,
         host_copy_mib=_host_copy(cycles, started, lent),
         promised_mib=looker.look("promises", lambda: footprint.promised_mib(config.engine)) or 0,
         weights_digest=looker.look("weights", lambda: lease.loaded_weights(config.engine, unit.main_pid)) or ""
@@ -230,7 +241,7 @@ def _ask_api(engine: Engine, looker: _Looker) -> ApiState | None:
         ("paused", engine.is_paused),
         ("metrics", engine.metrics),
         ("version", engine.version),
-        ("models", engine.models),
+        ("models", engine.served),
         ("capabilities", engine.capabilities),
     ]
     for signal, ask in questions:
@@ -243,6 +254,9 @@ def _ask_api(engine: Engine, looker: _Looker) -> ApiState | None:
                 break
     if "healthy" not in signals:
         return None
+    if "models" in signals:
+        signals["served"] = signals["models"]
+        signals["models"] = [one.name for one in signals["served"]]
     routes = [signals.get("sleeping", ...), signals.get("paused", ...)]
     dev_mode = None if ... in routes else routes != [None, None]
     if dev_mode is False:

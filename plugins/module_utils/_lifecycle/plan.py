@@ -41,6 +41,7 @@ WAKE_WEIGHTS = Step("wake_weights", "wake the memory of its weights")
 RELOAD = Step("reload", "load its weights anew on every rank")
 WAKE_KV = Step("wake_kv", "wake its KV cache")
 RESET_CACHE = Step("reset_cache", "reset its prefix cache")
+ADAPTERS = Step("adapters", "bring its adapters back and prove them", mutates=False)
 
 WANTED = ("drained", "serving", "started", "stopped", "restarted", "asleep", "awake", "reloaded")
 AWAKE = ("serving", "withdrawn", "draining", "drained")
@@ -211,7 +212,7 @@ def _serving(now: Observation) -> list[Step]:
         _refuse(now, "serving", hints.get(now.state, "wait until the engine has settled"))
     resume = [RESUME] if now.paused else []
     admit = [ADMIT, AWAIT_READY] if now.has_gate else []
-    return [*resume, *_clean(now), PROVE, *admit, *_release(now)]
+    return [*resume, *_clean(now), PROVE, *_adapters(now), *admit, *_release(now)]
 
 
 def _started(now: Observation, options: Options) -> list[Step]:
@@ -331,9 +332,15 @@ def _may_sleep(now: Observation, level: int) -> None:
     One that was started for a daemon and has weights of its own sleeps as usual, but cannot load them anew: the loader
     of --load-format ipc_cache does not know how. Whoever opts in has each wake proved by a golden completion.
     """
+    here = f"engine '{now.engine}' on {now.host}"
+    if level == 2 and now.lora:
+        raise Refused(
+            f"{here} has LoRA on: its adapters are gone after level 2, and to load its weights anew with LoRA was seen "
+            "to fail (KeyError)",
+            next_step="use level 1, or stop it with vllm_engine state=stopped, which frees all of its memory",
+        )
     if now.preload is None:
         return
-    here = f"engine '{now.engine}' on {now.host}"
     if now.preload.maps and not now.preload.may_sleep:
         raise Refused(
             f"{here} takes its weights from preload daemon '{now.preload.daemon}' in zero copy: a sleep would free its "
@@ -391,7 +398,7 @@ def _reloaded(now: Observation, options: Options) -> list[Step]:
             next_step="restart it with vllm_engine, or set dev_mode: true for it",
         )
     out = [] if now.state == "drained" else [*_out(now, "reloaded"), PAUSE]
-    return [*_lease(now, options, "reloaded"), *out, RELOAD, RESET_CACHE, RESUME, *_back(now)]
+    return [*_lease(now, options, "reloaded"), *out, RELOAD, RESET_CACHE, RESUME, *_back(now, read=True)]
 
 
 def _rouse(now: Observation, tags: tuple[str, ...] = ()) -> list[Step]:
@@ -401,6 +408,8 @@ def _rouse(now: Observation, tags: tuple[str, ...] = ()) -> list[Step]:
         whole = [WAKE] if _keeps_kv(now) else [WAKE, RESET_CACHE]
         return whole if not tags or "kv_cache" in tags else []  # its weights have never slept
     gone = now.level == 2 and not _lent(now)
+    if gone and now.lora:
+        _refuse(now, "awake", "its weights and adapters are gone; restart it with vllm_engine state=restarted")
     if gone and now.preload is not None and now.preload.maps:
         _refuse(now, "awake", "find out where its weights come from, or restart it with vllm_engine")
     if not gone and not done and not tags:
@@ -429,6 +438,16 @@ def _clean(now: Observation) -> list[Step]:
     return [RESET_CACHE] if now.sleep is not None else []
 
 
+def _adapters(now: Observation, *, read: bool = False) -> list[Step]:
+    """An engine that sleeps, or slept and was not put back yet: what it says of its adapters proves nothing.
+
+    So also where its weights are ``read`` anew, which drops the adapters from its memory.
+    """
+    begun = now.sleep is not None or (now.lease is not None and now.lease.purpose in ("awake", "reloaded"))
+    doubtful = read or now.state in ("asleep", "waking") or (begun and now.state in AWAKE)
+    return [ADAPTERS] if doubtful and now.adapters is not None and now.adapters.kept else []
+
+
 def _down(now: Observation) -> list[Step]:
     """To a stopped unit. What is awake drains first; what is unknown is taken out and stopped."""
     if _is_stopping(now):
@@ -441,14 +460,14 @@ def _down(now: Observation) -> list[Step]:
     return [STOP]
 
 
-def _back(now: Observation) -> list[Step]:
+def _back(now: Observation, *, read: bool = False) -> list[Step]:
     """After a start: admit again what this change itself took out; what was drained on purpose stays out."""
     held = now.lease
     if held is not None and held.purpose == "drained":
-        return [PROVE]
+        return [PROVE, *_adapters(now, read=read)]
     found = held.restore if held is not None else _admission(now)
     admit = [ADMIT, AWAIT_READY] if now.has_gate and found == "open" else []
-    return [PROVE, *admit, RELEASE]
+    return [PROVE, *_adapters(now, read=read), *admit, RELEASE]
 
 
 def _finish(now: Observation, options: Options) -> list[Step]:

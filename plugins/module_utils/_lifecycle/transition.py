@@ -11,7 +11,7 @@ import typing as t
 from contextlib import ExitStack
 from dataclasses import replace
 
-from . import claim, compile_cache, footprint, golden, gpu, lease, weights
+from . import adapters_apply, claim, compile_cache, footprint, golden, gpu, lease, weights
 from .config import EngineConfig
 from .deadline import Deadline
 from .engine import Engine, Metrics
@@ -428,6 +428,11 @@ class Transition:
                 f"engine '{self.config.engine}' on {socket.gethostname()} is still paused after /resume",
                 next_step="restart it with vllm_engine state=restarted",
             )
+
+    def _adapters(self) -> None:
+        for says in adapters_apply.after_wake(self.config, self.engine, self.unit.show(), self.deadline, self.report):
+            self.changed = True
+            self.actions.append(f"{self.config.engine}: {says}")
 
     def _prove(self) -> None:
         self.extra["proof"] = golden.prove(self.engine, self.deadline, self.report).asdict()

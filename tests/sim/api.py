@@ -10,7 +10,7 @@ import time
 import typing as t
 import uuid
 
-from . import completions, pooling, prom
+from . import completions, lora, pooling, prom
 from .core import CallFailed, Core, EngineDead
 from .faults import Switches
 from .httpd import Request, Response, Stream, answer
@@ -47,7 +47,8 @@ class Api:
         self.options = options
         self.faults = faults
         self.counts = prom.Counts()
-        self.loras: dict[str, str] = {}
+        self.loras: dict[str, lora.Adapter] = {}
+        self.loads = 0
         self.load = 0
         self.started = int(time.time())
         self.routes: dict[str, dict[str, Call]] = {
@@ -65,7 +66,7 @@ class Api:
             self.routes.update({path: {"POST": self.pooled} for path in pooling.paths(options)})
         else:
             self.routes.update({path: {"POST": self.completion} for path in completions.PATHS})
-        if options.enable_lora and options.allow_lora_updates:
+        if options.allow_lora_updates:
             self.routes["/v1/load_lora_adapter"] = {"POST": self.load_lora}
             self.routes["/v1/unload_lora_adapter"] = {"POST": self.unload_lora}
         if options.dev_mode:
@@ -161,7 +162,7 @@ class Api:
         wrong = self.faults.get("wrong_model")
         name = self.options.served_model_name if wrong is None else wrong
         entries = [self.model_entry(name, self.options.model, None)]
-        entries += [self.model_entry(lora, path, name) for lora, path in self.loras.items()]
+        entries += [self.model_entry(one.name, one.path, name) for one in self.loras.values()]
         return answer({"object": "list", "data": entries})
 
     def model_entry(self, name: str, root: str, parent: str | None) -> dict[str, t.Any]:
@@ -176,17 +177,57 @@ class Api:
             "permission": [{"id": f"modelperm-{uuid.uuid4().hex[:16]}", "object": "model_permission"}],
         }
 
-    async def load_lora(self, request: Request) -> Response:
+    @staticmethod
+    def lora_fields(request: Request, *wanted: str) -> list[str] | Response:
+        if not request.headers.get("content-type", "").startswith("application/json"):
+            text = "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
+            return error(text, 400, "Bad Request")
         body = json.loads(request.body)
-        self.loras[body["lora_name"]] = body["lora_path"]
-        text = f"Success: LoRA adapter '{body['lora_name']}' added successfully."
-        return Response(200, text.encode(), "text/plain; charset=utf-8")
+        missing = [name for name in wanted if not isinstance(body.get(name), str)]
+        if missing:
+            text = f"1 validation error:\n  {{'type': 'missing', 'loc': 'body.{missing[0]}', 'msg': 'Field required'}}"
+            return error(text, 400, "Bad Request", f"body.{missing[0]}")
+        return [body[name] for name in wanted]
+
+    async def load_lora(self, request: Request) -> Response:
+        fields = self.lora_fields(request, "lora_name", "lora_path")
+        if isinstance(fields, Response):
+            return fields
+        name, path = fields
+        wrong = ""
+        if not name or not path:
+            wrong = "Both 'lora_name' and 'lora_path' must be provided."
+        elif name == self.options.served_model_name:
+            wrong = f"The lora adapter '{name}' conflicts with a served base model."
+        elif name in self.loras:
+            wrong = (
+                f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
+                "'load_inplace' to True."
+            )
+        if wrong:
+            return error(wrong, 400, "InvalidUserInput")
+        self.loads += 1
+        adapter = lora.Adapter(name, self.loads, path)
+        try:
+            await asyncio.gather(*(core.add_lora(adapter) for core in self.cores))
+        except lora.NotFound as failed:
+            return error(str(failed), 404, "NotFoundError")
+        if self.faults.get("lora_unlisted") is None:
+            self.loras[name] = adapter
+        return Response(200, f"Success: LoRA adapter '{name}' added successfully.".encode(), "")
 
     async def unload_lora(self, request: Request) -> Response:
-        name = json.loads(request.body)["lora_name"]
-        if self.loras.pop(name, None) is None:
+        fields = self.lora_fields(request, "lora_name")
+        if isinstance(fields, Response):
+            return fields
+        (name,) = fields
+        if not name:
+            return error("'lora_name' needs to be provided to unload a LoRA adapter.", 400, "InvalidUserInput")
+        if name not in self.loras:
             return error(f"The lora adapter '{name}' cannot be found.", 404, "NotFoundError")
-        return Response(200, f"Success: LoRA adapter '{name}' removed successfully.".encode(), "text/plain")
+        if self.faults.get("lora_stays") is None:
+            del self.loras[name]
+        return Response(200, f"Success: LoRA adapter '{name}' removed successfully.".encode(), "")
 
     async def tokenize(self, request: Request) -> Response:
         return completions.tokenize(request, self.options)

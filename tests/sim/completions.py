@@ -36,6 +36,7 @@ class Job:
     def __init__(self, body: dict[str, t.Any], chat: bool, options: t.Any) -> None:
         self.chat = chat
         self.options = options
+        self.model = str(body.get("model", options.served_model_name))
         self.stream = bool(body.get("stream"))
         self.usage = bool((body.get("stream_options") or {}).get("include_usage"))
         self.ids = bool(body.get("return_token_ids"))
@@ -57,8 +58,7 @@ class Job:
         self.max_tokens = min(int(limit), room)
 
     def head(self, kind: str) -> dict[str, t.Any]:
-        name = self.options.served_model_name
-        return {"id": self.id, "object": kind, "created": self.created, "model": name}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     @property
     def fingerprint(self) -> str:
@@ -161,7 +161,7 @@ def sse(event: dict[str, t.Any]) -> bytes:
     return b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
 
 
-def parse(request: Request, options: t.Any) -> Job | Response:
+def parse(request: Request, options: t.Any, adapters: t.Container[str], refuse_logprobs: bool) -> Job | Response:
     try:
         body = json.loads(request.body)
         if not isinstance(body, dict):
@@ -172,7 +172,7 @@ def parse(request: Request, options: t.Any) -> Job | Response:
     if request.path == "/v1/chat/completions" and not isinstance(body.get("messages"), list):
         return refuse("1 validation error:\n  Field required", 400, "Bad Request", "body.messages")
     name = body.get("model", options.served_model_name)
-    if name != options.served_model_name:
+    if name != options.served_model_name and name not in adapters:
         text = f"The model `{name}` does not exist. Valid aliases: {options.served_model_name}."
         return refuse(text, 404, "NotFoundError", "model")
     limit = body.get("max_tokens")
@@ -189,11 +189,12 @@ def parse(request: Request, options: t.Any) -> Job | Response:
 
 
 async def answer(api: Api, request: Request) -> Response | Stream:
-    job = parse(request, api.options)
+    refuse_logprobs = api.faults.get("logprobs_refused") is not None
+    job = parse(request, api.options, api.loras, refuse_logprobs)
     if isinstance(job, Response):
         return job
     core = min(api.cores, key=lambda one: len(one.running) + len(one.waiting))
-    sequence = Sequence(job.prompt, job.prompt_ids, job.max_tokens)
+    sequence = Sequence(job.prompt, job.prompt_ids, job.max_tokens, api.loras.get(job.model))
     try:
         core.add(sequence)
         api.load += 1

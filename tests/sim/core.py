@@ -11,10 +11,11 @@ import contextlib
 import itertools
 import os
 import signal
+import time
 import typing as t
 from pathlib import Path
 
-from . import model
+from . import lora, model
 from .faults import Switches
 from .gpumem import AWAKE, Memory, OutOfMemory
 
@@ -41,7 +42,11 @@ class Sequence:
 
     numbers = itertools.count()
 
-    def __init__(self, prompt: str, prompt_ids: list[int], max_tokens: int) -> None:
+    def __init__(
+        self, prompt: str, prompt_ids: list[int], max_tokens: int, adapter: lora.Adapter | None = None
+    ) -> None:
+        self.adapter = adapter
+        self.computed_by = ""  # base and adapter, once it runs
         self.number = next(self.numbers)
         self.prompt = prompt
         self.prompt_ids = prompt_ids
@@ -74,6 +79,8 @@ class Core:
         self.generated = 0
         self.prompted = 0
         self.remembered: set[str] = set()  # prompts in the prefix cache
+        self.adapters = lora.Memory(options)
+        self.adapters_seen: dict[str, float] = {}  # names with requests, joined, and when that was the last step's view
         self.stale: set[str] = set()  # prompts whose cached blocks outlived their KV memory
         self.work = asyncio.Event()
         self.stopping: str | None = None
@@ -143,6 +150,9 @@ class Core:
         self.seen["running"] = len(self.running)
         self.seen["deferred" if stuck else "capacity"] = len(self.waiting)
         self.seen["capacity" if stuck else "deferred"] = 0
+        if self.options.enable_lora:
+            names = {one.adapter.name for one in [*self.running, *self.waiting] if one.adapter}
+            self.adapters_seen[",".join(sorted(names))] = time.time()
 
     async def schedule(self) -> None:
         """The scheduler's loop; it ends with the process."""
@@ -171,6 +181,8 @@ class Core:
             self.prompted += len(sequence.prompt_ids)
             sequence.garbled = sequence.prompt in self.stale
             self.remembered.add(sequence.prompt)
+            if not self.apply_adapter(sequence):
+                return
             self.running.append(sequence)
         if self.asleep and self.running and not self.output_hangs:
             self.kill()  # generation with unmapped memory: illegal memory access
@@ -197,9 +209,23 @@ class Core:
         if not self.running:
             self.observe()
 
+    def apply_adapter(self, sequence: Sequence) -> bool:
+        """False when that was the end of the engine: an adapter that had been dropped cannot be read again."""
+        if sequence.adapter is not None:
+            try:
+                self.adapters.add(sequence.adapter)
+            except lora.Invalid:
+                self.waiting.append(sequence)
+                self.kill()
+                return False
+            sequence.computed_by = self.adapters.content(self.content, sequence.adapter, sequence.prompt)
+        return True
+
     def content_for(self, sequence: Sequence) -> str:
         """The weights that answer, with what goes wrong."""
         content = self.content
+        if sequence.adapter is not None and content != model.DISCARDED:
+            content = sequence.computed_by
         if self.faults.get("garbage") is not None or sequence.garbled:
             return model.DISCARDED
         return content if self.faults.get("wrong_tokens") is None else f"not {content}"
@@ -244,6 +270,26 @@ class Core:
         self.finish(sequence, "abort", counted=False)
         if stepping:
             self.observe()
+
+    # LoRA adapters
+
+    async def add_lora(self, adapter: lora.Adapter) -> None:
+        """Also while paused. Raises CallFailed, and lora.NotFound."""
+        await self.call()
+        wrong = "LoRA is not enabled. Use --enable-lora to enable LoRA."
+        try:
+            if self.options.enable_lora:
+                if "weights" in self.asleep:
+                    self.kill()  # writes to unmapped memory
+                    raise EngineDead
+                self.adapters.add(adapter, noop=self.faults.get("lora_noop") is not None)
+                return
+        except lora.NotFound:
+            raise
+        except lora.Invalid as failed:
+            wrong = str(failed)
+        text = f"Worker failed with error '{wrong}', please check the stack trace above for the root cause"
+        raise CallFailed(f"Call to add_lora method failed: {text}")
 
     # pause and resume
 
@@ -296,6 +342,7 @@ class Core:
         self.asleep = {"weights", "kv_cache"}
         self.stale = set(self.remembered) if self.faults.get("prefix_stale") is not None else set()
         self.remembered.clear()
+        self.adapters.prefixes.clear()
         if own and level == 2:
             self.content = model.DISCARDED
         if self.options.enable_sleep_mode and self.faults.get("sleep_frees_nothing") is None:
@@ -342,6 +389,8 @@ class Core:
             text = f"Call to wake_up method failed: Worker failed with error 'CUDA Error: {error}'"
             raise CallFailed(text) from error
         self.asleep -= wanted
+        if self.faults.get("lora_lost") is not None:
+            self.adapters.lose()
 
     async def release_kv(self) -> None:
         await self.call()
@@ -356,12 +405,15 @@ class Core:
         self.asleep.add("kv_cache")
         self.level = 0
         self.remembered.clear()
+        self.adapters.prefixes.clear()
         if self.options.enable_sleep_mode:
             self.memory.set({"weights"})
 
     async def reload_weights(self) -> None:
         await self.call()
         if self.faults.get("reload_5xx") is not None:
+            raise CallFailed("Call to collective_rpc method failed: Worker failed with error 'KeyError'")
+        if self.options.enable_lora and self.options.minor == 31:
             raise CallFailed("Call to collective_rpc method failed: Worker failed with error 'KeyError'")
         if self.options.load_format == "ipc_cache":  # also where it has fallen back to disk
             text = "Worker failed with error 'Model reloading with `ipc_cache` format'"
@@ -378,6 +430,7 @@ class Core:
             fresh = f"not {fresh}"
         if self.faults.get("reload_noop") is None:
             self.content = fresh
+            self.adapters.held.clear()  # each is read again for its next request
 
     async def reset_prefix_cache(self) -> bool:
         await self.call()
@@ -385,6 +438,7 @@ class Core:
             return False
         if self.faults.get("reset_lies") is None:
             self.remembered.clear()
+            self.adapters.prefixes.clear()
             self.stale.clear()
         return True
 

@@ -2,7 +2,8 @@
 
 A fault is on when `--fault NAME[=ARG]` names it or when DIR/faults.json does: {"NAME": ARG}, read anew for every
 request. The value null or false in the file switches a command-line fault off; {"arg": ARG, "times": N} is used up
-after N times. `PATH` arguments name an endpoint such as /wake_up; true means every endpoint.
+after N times. `PATH` arguments name an endpoint such as /wake_up, or with its method "POST /wake_up"; true means every
+endpoint.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 class Fault(t.NamedTuple):
     name: str
-    where: str  # start, pause, sleep, wake, output, metrics, http, health, process, stop, daemon, nvml
+    where: str  # start, pause, sleep, wake, output, lora, metrics, http, health, process, stop, daemon, nvml
     arg: str  # what ARG means, "" for none
     did: str  # what vLLM, or the thing it runs on, did
     source: str  # case of cases.md, or the page of facts
@@ -85,6 +86,11 @@ TABLE = [
     Fault("short_answers", "output", "tokens", "answers end early and say length", "S06"),
     Fault("error_completions", "output", "status", "completions answer this status", "E01"),
     Fault("wrong_model", "output", "name", "/v1/models lists another model", "E01"),
+    # LoRA adapters
+    Fault("lora_noop", "lora", "", "a load answers 200 and lists the adapter, which has no effect", "measured: zeros"),
+    Fault("lora_unlisted", "lora", "", "a load answers 200, /v1/models does not list it", "A40"),
+    Fault("lora_stays", "lora", "", "an unload answers 200, /v1/models still lists it", "A40"),
+    Fault("lora_lost", "lora", "", "after a wake adapters are listed and have no effect until loaded again", "A25"),
     # metrics
     Fault("gauge_stale", "metrics", "number", "running stays at this number after aborts", "D10"),
     Fault("gauge_zero", "metrics", "", "running and waiting are 0 whatever runs", "D06"),
@@ -198,11 +204,11 @@ class Switches:
             return None
         return default if value is True else float(value)
 
-    def on_path(self, name: str, path: str) -> bool:
-        """For faults whose argument is a PATH."""
+    def on_path(self, name: str, path: str, method: str) -> bool:
+        """For faults whose argument is a PATH, or METHOD PATH."""
         value = self.file.get(name, self.given.get(name))
         wanted = value.get("arg", True) if isinstance(value, dict) else value
-        return wanted in (True, path) and self.get(name) is not None
+        return wanted in (True, path, f"{method} {path}") and self.get(name) is not None
 
 
 def _known(names: dict[str, t.Any]) -> None:

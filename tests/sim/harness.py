@@ -223,8 +223,8 @@ class SimEngine(Process):
         ids: list[int] = self.request("POST", "/v1/completions", body).json["choices"][0]["token_ids"]
         return ids
 
-    def open_stream(self, max_tokens: int, prompt: str = "a long story") -> ClientStream:
-        self.streams.append(ClientStream(self.socket, prompt, max_tokens))
+    def open_stream(self, max_tokens: int, prompt: str = "a long story", **more: t.Any) -> ClientStream:
+        self.streams.append(ClientStream(self.socket, prompt, max_tokens, **more))
         return self.streams[-1]
 
     def cleanup(self) -> None:
@@ -255,9 +255,9 @@ class SimEngine(Process):
 class ClientStream:
     """A streaming client that reads as it goes. `read` waits for the end; `close` walks away."""
 
-    def __init__(self, sock: Path, prompt: str, max_tokens: int) -> None:
+    def __init__(self, sock: Path, prompt: str, max_tokens: int, **more: t.Any) -> None:
         self.conn = UnixConnection(sock, PATIENCE)
-        self.body = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, "return_token_ids": True}
+        self.body = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, "return_token_ids": True, **more}
         self.conn.request("POST", "/v1/completions", json.dumps(self.body))
         self.ids: list[int] = []
         self.finish_reason: str | None = None

@@ -39,7 +39,7 @@ class Response:
     def __init__(self, status: int = 200, body: bytes = b"", kind: str = "application/json", **headers: str) -> None:
         self.status = status
         self.body = body
-        self.headers = {"content-type": kind, **headers} if body or kind != "application/json" else headers
+        self.headers = {"content-type": kind, **headers} if kind and (body or kind != "application/json") else headers
 
 
 class Stream:
@@ -105,7 +105,7 @@ class Server:
         gone.set()
 
     def before(self, request: Request) -> str | None:
-        return next((name for name in FAULTS_BEFORE if self.faults.on_path(name, request.path)), None)
+        return next((name for name in FAULTS_BEFORE if self.faults.on_path(name, request.path, request.method)), None)
 
     async def fault_before(self, name: str, request: Request, writer: asyncio.StreamWriter) -> bool:
         """Instead of an answer; False when the connection is to be closed."""
@@ -127,18 +127,18 @@ class Server:
             path, _unused, seconds = str(slow).rpartition(":")
             if path in ("", request.path):
                 await asyncio.sleep(float(seconds) if slow is not True else 1)
-        name = next((name for name in FAULTS_AFTER if self.faults.on_path(name, request.path)), None)
+        name = next((name for name in FAULTS_AFTER if self.faults.on_path(name, request.path, request.method)), None)
         if name == "http_lost":
             return False
         if name is not None:
             reply = _spoilt(name, reply)
-        if self.faults.on_path("http_truncated", request.path):
+        if self.faults.on_path("http_truncated", request.path, request.method):
             await self.write(writer, reply, cut=max(1, len(reply.body) // 2))
             return False
-        if self.faults.on_path("http_dribble", request.path):
+        if self.faults.on_path("http_dribble", request.path, request.method):
             await self.write(writer, reply, pause=0.05)
             return True
-        if self.faults.on_path("http_endless", request.path):
+        if self.faults.on_path("http_endless", request.path, request.method):
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n")
             while not request.gone.is_set():
                 writer.write(b"400\r\n" + b"x" * 1024 + b"\r\n")

@@ -78,6 +78,18 @@ def text(cores: list[Core], counts: Counts, options: t.Any, faults: Switches) ->
                 for core, labels in each(finished_reason=reason)
             ],
         )
+        if options.enable_lora:
+            rooms = {"max_lora": str(options.max_loras)}
+            series(
+                "vllm:lora_requests_info",
+                "gauge",
+                "Running stats on lora requests.",
+                [
+                    ({"running_lora_adapters": names, "waiting_lora_adapters": names, **rooms}, at)
+                    for core in cores
+                    for names, at in core.adapters_seen.items()
+                ],
+            )
     if options.minor >= 32:
         operations = [operation for operation in OPERATIONS if operation in counts.in_flight]
         if operations:

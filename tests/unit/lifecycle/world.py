@@ -195,10 +195,10 @@ class Gate:
             yield client.recv(65536)
 
     @contextlib.contextmanager
-    def client(self, name: str, tokens: int):
-        """A streaming client that reads to the end."""
+    def client(self, name: str, tokens: int, **more):
+        """A streaming client that reads to the end. ``more`` goes into the body of its request."""
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.ports[name], timeout=60)) as connection:
-            body = {"prompt": "a long story", "max_tokens": tokens, "stream": True, "ignore_eos": True}
+            body = {"prompt": "a long story", "max_tokens": tokens, "stream": True, "ignore_eos": True, **more}
             connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
             yield Stream(connection.getresponse())
 

@@ -34,8 +34,10 @@ options:
   state:
     description:
       - The wanted state of the unit.
+      - V(rolled_back) puts the last configuration in place that was proved and is another than the one on disk, with its
+        runtime, and starts the engine with it. Once for each O(run), which it needs.
     type: str
-    choices: [started, stopped, restarted]
+    choices: [started, stopped, restarted, rolled_back]
     required: true
   mode:
     description:
@@ -45,6 +47,15 @@ options:
     type: str
     choices: [wait, abort]
     default: wait
+  on_failure:
+    description:
+      - What happens when the engine does not start.
+      - V(fail) leaves it as it is, out of rotation.
+      - V(rollback) goes back to the configuration that was proved last, as with O(state=rolled_back), and proves it. The
+        task has failed all the same, since what was asked for does not run; RV(went_back_to) tells what does.
+    type: str
+    choices: [fail, rollback]
+    default: fail
 seealso:
   - module: baremetal.vllm.vllm_drain
 """
@@ -97,6 +108,11 @@ timings:
   returned: when one engine is named
   type: dict
   sample: {"stop": 4.1, "start": 61.0, "prove": 0.1}
+went_back_to:
+  description: The generation that the engine went back to, with the digest of its configuration and its runtime.
+  returned: when it went back
+  type: dict
+  sample: {"name": "proved", "config_digest": "9c56", "runtime_version": "0.32.0"}
 requests_cut:
   description: Requests that O(mode=abort) cut.
   returned: when requests were cut
@@ -136,12 +152,15 @@ def main() -> None:
     module = AnsibleModule(
         argument_spec={
             **CHANGE,
-            "state": {"type": "str", "choices": ["started", "stopped", "restarted"], "required": True},
+            "state": {"type": "str", "choices": ["started", "stopped", "restarted", "rolled_back"], "required": True},
             "mode": {"type": "str", "choices": ["wait", "abort"], "default": "wait"},
+            "on_failure": {"type": "str", "choices": ["fail", "rollback"], "default": "fail"},
         },
         supports_check_mode=True,
         **ONE_OR_MORE,
     )
+    if module.params["state"] == "rolled_back" and not module.params["run"]:
+        module.fail_json(msg="state rolled_back needs run, a name for this change, so that it is made once", changed=False)
     run_change(module, module.params["state"])
 
 

@@ -22,6 +22,7 @@ from . import (
     claim,
     compile_cache,
     footprint,
+    generations,
     golden,
     gpu,
     lease,
@@ -107,6 +108,7 @@ def preflight(config: EngineConfig, report: Report) -> None:
     compile_cache.prepare(config, report)
     # Before the ticket for its GPUs: its daemon may have to start meanwhile.
     preload_doors.await_daemon(config, report)
+    generations.put_aside(config, report)
     claim.begin(config, invocation, Deadline(config.start_timeout), report)
 
 
@@ -231,6 +233,7 @@ def ready(config: EngineConfig, report: Report, main_pid: int) -> None:
         },
     )
     compile_cache.proved(config)
+    generations.promote(config)
     claim.end(config)
     _tell_gate(config, "1", report)
     report(f"{config.engine}: ready after {boot:.1f} s, warmed in {warm:.1f} s, proved by {proof.says}")

@@ -10,7 +10,7 @@ import time
 import typing as t
 from dataclasses import asdict, dataclass, field
 
-from . import adapters, footprint, gpu, lease, pairing
+from . import adapters, footprint, generations, gpu, lease, pairing
 from .adapters import EngineAdapters
 from .config import EngineConfig
 from .engine import SLEEP_STATES, Engine, Metrics, Served
@@ -84,6 +84,11 @@ class Observation:
     # MiB that a sleep at level 1 would still take of the host, None where that is not known; what others were promised.
     host_copy_mib: int | None = None
     promised_mib: int = 0
+    # The generation that going back leads to: its name, config_digest and runtime_version.
+    goes_back: dict[str, t.Any] | None = None
+    # Which run went back last, and to which configuration; the configuration that is on disk now.
+    went_back: dict[str, t.Any] | None = None
+    config_digest: str = ""
     # The digest of the checkpoint that its process has loaded, "" where that is not on record.
     weights_digest: str = ""
     # Why its process is due for a restart: its sleeps have left too much memory behind.
@@ -201,6 +206,9 @@ def observe(config: EngineConfig) -> Observation:
         adapters=lora,
         host_copy_mib=_host_copy(cycles, started, lent),
         promised_mib=looker.look("promises", lambda: footprint.promised_mib(config.engine)) or 0,
+        goes_back=looker.look("generations", lambda: generations.target(config)),
+        went_back=looker.look("generations", lambda: generations.went_back(config)),
+        config_digest=config.config_digest,
         weights_digest=looker.look("weights", lambda: lease.loaded_weights(config.engine, unit.main_pid)) or ""
         if unit
         else "",

@@ -38,12 +38,13 @@ RELEASE = Step("release", "release the lease")
 SLEEP = Step("sleep", "put it to sleep")
 WAKE = Step("wake", "wake it")
 WAKE_WEIGHTS = Step("wake_weights", "wake the memory of its weights")
+ROLL_BACK = Step("roll_back", "go back to the configuration that was proved before")
 RELOAD = Step("reload", "load its weights anew on every rank")
 WAKE_KV = Step("wake_kv", "wake its KV cache")
 RESET_CACHE = Step("reset_cache", "reset its prefix cache")
 ADAPTERS = Step("adapters", "bring its adapters back and prove them", mutates=False)
 
-WANTED = ("drained", "serving", "started", "stopped", "restarted", "asleep", "awake", "reloaded")
+WANTED = ("drained", "serving", "started", "stopped", "restarted", "asleep", "awake", "reloaded", "rolled_back")
 AWAKE = ("serving", "withdrawn", "draining", "drained")
 
 
@@ -52,8 +53,8 @@ class Options(t.NamedTuple):
 
     ``lease_against`` is the owner of someone else's valid lease, if any; ``keep`` freezes requests that a drain's
     time-out finds; ``host_copy_mib`` is what a sleep at level 1 takes of the host, where that is known better than from
-    the weights; ``on_failure`` of a sleep is fail or stop; ``digest`` is that of the weights to be served; ``tags`` are
-    the parts that a wake brings back, () for all.
+    the weights; ``on_failure`` is fail, of a sleep also stop, of a start also rollback; ``digest`` is that of the
+    weights to be served; ``tags`` are the parts that a wake brings back, () for all.
     """
 
     lease_against: str = ""
@@ -76,7 +77,7 @@ def plan(wanted: str, now: Observation, options: Options) -> list[Step]:
     :raises Refused: the state, or someone else's lease, forbids it.
     :raises UnknownState: nothing is safe but to stop and start.
     """
-    if _is_stopping(now) and wanted not in ("stopped", "restarted"):
+    if _is_stopping(now) and wanted not in ("stopped", "restarted", "rolled_back"):
         _refuse(now, wanted, "wait until it has stopped and run this again, or use vllm_engine state=restarted")
     if wanted == "serving":
         steps = _serving(now)
@@ -89,6 +90,7 @@ def plan(wanted: str, now: Observation, options: Options) -> list[Step]:
             "asleep": _asleep,
             "awake": _awake,
             "reloaded": _reloaded,
+            "rolled_back": _rolled_back,
         }[wanted](now, options)
     _judge_weights(now, wanted, steps)
     if steps and options.lease_against and not options.force:
@@ -236,6 +238,24 @@ def _restarted(now: Observation, options: Options) -> list[Step]:
         return _finish(now, options)
     down = [] if now.state == "stopped" else _down(now)
     return [*_lease(now, options, "restarted"), *down, START, *_back(now)]
+
+
+def _rolled_back(now: Observation, options: Options) -> list[Step]:
+    """To the last proved configuration that is another than the one on disk, once for each run."""
+    back = now.went_back or {}
+    down = [] if now.state == "stopped" else _down(now)
+    if options.run and back.get("run") == options.run and back.get("config_digest") == now.config_digest:
+        # This run has put it in place; whether a process runs with it is another matter.
+        if now.state in AWAKE and now.stale is False:
+            return _finish(now, options)
+        return [*_lease(now, options, "rolled_back"), *down, START, *_back(now)]
+    if now.goes_back is None:
+        raise Refused(
+            f"engine '{now.engine}' on {now.host} has no other configuration that was ever proved, so there is nothing "
+            "to go back to",
+            next_step="correct the inventory and run playbooks/site.yml",
+        )
+    return [*_lease(now, options, "rolled_back"), *down, ROLL_BACK, START, *_back(now)]
 
 
 def _asleep(now: Observation, options: Options) -> list[Step]:
@@ -481,6 +501,8 @@ def recover(wanted: str, failed: Step, now: Observation, options: Options) -> li
     """What makes good for a step that failed; nothing, and the change has failed. ``now`` is from before the change."""
     if wanted == "asleep" and failed is SLEEP and options.on_failure == "stop":
         return [STOP]
+    if wanted in ("started", "restarted") and failed is START and options.on_failure == "rollback" and now.goes_back:
+        return [STOP, ROLL_BACK, START, *_back(now)]
     if wanted == "reloaded" and failed is RELOAD:
         return [STOP, START, *_back(now)]  # what some ranks have loaded and others have not, nobody must use
     return []

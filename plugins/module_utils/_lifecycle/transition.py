@@ -11,7 +11,7 @@ import typing as t
 from contextlib import ExitStack
 from dataclasses import replace
 
-from . import adapters_apply, claim, compile_cache, footprint, golden, gpu, lease, weights
+from . import adapters_apply, claim, compile_cache, footprint, generations, golden, gpu, lease, weights
 from .config import EngineConfig
 from .deadline import Deadline
 from .engine import Engine, Metrics
@@ -31,7 +31,7 @@ CALL_TIMEOUT = 10.0
 ABORT_TIMEOUT = 30.0
 
 # Changes that take or free GPU memory.
-MOVES_MEMORY = ("asleep", "awake", "started", "stopped", "restarted", "reloaded")
+MOVES_MEMORY = ("asleep", "awake", "started", "stopped", "restarted", "reloaded", "rolled_back")
 
 Report = t.Callable[[str], None]
 
@@ -180,6 +180,13 @@ class Transition:
                 )
             if self.changed:
                 self._record(after)
+            if "went_back_to" in self.extra and self.wish.state != "rolled_back":
+                raise LifecycleError(
+                    f"engine '{self.config.engine}' on {after.host} did not start with its new configuration, went back "
+                    f"to the older one (vLLM {self.extra['went_back_to']['runtime_version']}) and is {after.state} with "
+                    f"it: {self.extra['recovered_from']}",
+                    next_step=f"read journalctl -u {self.config.unit}, correct what is new and run this again",
+                )
             return Outcome(
                 self.changed,
                 self.actions,
@@ -206,6 +213,8 @@ class Transition:
                 if not rescue:
                     raise
                 self.extra["recovered_from"] = str(exc)
+                if "journal" in exc.details:
+                    self.extra["journal"] = exc.details["journal"]
                 self.report(f"{self.config.engine}: {exc}; goes on with: {', '.join(one.says for one in rescue)}")
                 limits = self.config.stop_timeout + self.config.start_timeout
                 self.deadline = Deadline(max(self.deadline.left, limits))
@@ -239,7 +248,7 @@ class Transition:
             "state": after.state,
             "timings": self.timings,
         }
-        if self.wish.state == "restarted" and after.unit:
+        if self.wish.state == "restarted" and after.unit and "went_back_to" not in self.extra:
             last["restarted_pid"] = after.unit.main_pid
         elif (
             self.before.restarted_by
@@ -621,6 +630,12 @@ class Transition:
                     next_step="stop or put to sleep what holds the memory, and run this again",
                     left={"holders": others, "needed_mib": needed, "free_mib": device.free_mib},
                 )
+
+    def _roll_back(self) -> None:
+        self.extra["went_back_to"] = generations.target(self.config)
+        self.config = generations.go_back(self.config, self.wish.lease.run)
+        self.engine.close()
+        self.engine = Engine(self.config)
 
     def _stop(self) -> None:
         ended = self.unit.stop(self.deadline)

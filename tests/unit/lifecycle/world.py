@@ -330,7 +330,10 @@ class World:
         self.doors = self.doors or bool(doors)
         weights = model.write(root / "srv/models/tiny", "tiny")
         (weights / "tokenizer.json").write_text("{}")
-        runtime = self._script(f"opt/vllm/engines/{name}/bin/python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        self._script(f"opt/vllm/runtimes/{version}/bin/python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        runtime = root / "opt/vllm/engines" / name
+        runtime.parent.mkdir(parents=True, exist_ok=True)
+        runtime.symlink_to(f"../runtimes/{version}")
         engine.socket.parent.mkdir(parents=True)
         engine.state_dir.mkdir()
         names = {"model": str(weights), "served-model-name": "tiny", "uds": str(engine.socket)}
@@ -408,7 +411,7 @@ class World:
             "config_file": f"{self.root}/etc/vllm/engines/{name}.yaml",
             "env_file": f"{self.root}/etc/vllm/engines/{name}.env",
             "socket": str(engine.socket),
-            "runtime": str(runtime.parents[1]),
+            "runtime": str(runtime),
             "runtime_version": version,
             "model": f"{self.root}/srv/models/tiny",
             "served_model_name": "tiny",

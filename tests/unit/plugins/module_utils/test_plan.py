@@ -46,6 +46,8 @@ WAKING = observation(
     gate=gate_state("closed"), api=api_state(paused=True, sleep="discard_all"), sleep=sleep_record(2, ["weights"])
 )
 
+GENERATION = {"name": "proved", "config_digest": "old", "runtime_version": "0.32.0"}
+
 TABLE = {
     ("stopped", "drained"): (STOPPED, ["lease", "close"]),
     ("stopped", "serving"): (STOPPED, Refused),
@@ -117,6 +119,25 @@ TABLE = {
     ("unknown", "restarted"): (UNKNOWN, ["lease", "withdraw", "await_router", "close", "stop", "start", *BACK]),
     ("unknown", "asleep"): (UNKNOWN, UnknownState),
     ("unknown", "awake"): (UNKNOWN, UnknownState),
+    # to an older configuration: the way of a restart, and GOES_BACK in "now"
+    **{
+        (state, "rolled_back"): (
+            dataclasses.replace(now, goes_back=GENERATION),
+            [*before, "roll_back", "start", *after],
+        )
+        for state, now, before, after in [
+            ("stopped", STOPPED, ["lease"], BACK),
+            ("failed", FAILED, ["lease", "stop"], ["prove", "release"]),
+            ("starting", STARTING, ["lease", "withdraw", "await_router", "close", "stop"], BACK),
+            ("serving", SERVING, ["lease", *OUT, "stop"], BACK),
+            ("withdrawn", WITHDRAWN, ["lease", *OUT_AGAIN, "stop"], ["prove", "release"]),
+            ("draining", DRAINING, ["lease", *OUT_AGAIN, "stop"], ["prove", "release"]),
+            ("drained", DRAINED, ["lease", "stop"], ["prove", "release"]),
+            ("asleep", ASLEEP, ["lease", "stop"], ["prove", "release"]),
+            ("waking", WAKING, ["lease", "stop"], ["prove", "release"]),
+            ("unknown", UNKNOWN, ["lease", "withdraw", "await_router", "close", "stop"], BACK),
+        ]
+    },
     ("stopped", "reloaded"): (STOPPED, Refused),
     ("failed", "reloaded"): (FAILED, Refused),
     ("starting", "reloaded"): (STARTING, Refused),
@@ -278,12 +299,14 @@ def test_an_engine_whose_unit_stops_is_only_waited_for(wanted):
     held = lease(purpose=wanted)
     now = observation(unit=unit_state("deactivating", "stop"), held=held, last={"run": "r1", "restarted_pid": 0})
     assert now.state == "draining"
-    if wanted not in ("stopped", "restarted"):
+    now = dataclasses.replace(now, goes_back=GENERATION)
+    if wanted not in ("stopped", "restarted", "rolled_back"):
         with pytest.raises(Refused, match=r"is draining .*cannot be brought to"):
             plan(wanted, now, OPTIONS)
         return
     steps = names(plan(wanted, now, Options(owner=OURS, run="r1")))
-    assert steps == (["stop"] if wanted == "stopped" else ["stop", "start", *BACK])
+    back = ["roll_back"] if wanted == "rolled_back" else []
+    assert steps == (["stop"] if wanted == "stopped" else ["stop", *back, "start", *BACK])
 
 
 def test_a_start_under_way_is_finished_by_the_run_that_began_it():
@@ -408,6 +431,31 @@ def test_only_a_failed_sleep_is_made_good_by_a_stop():
     assert all(recover("asleep", step, SERVING, OPTIONS) == [] for step in steps)
 
 
+def test_going_back_is_done_once_for_each_run_and_needs_somewhere_to_go():
+    with pytest.raises(Refused, match="nothing to go back to"):
+        plan("rolled_back", SERVING, OPTIONS)
+    mark = {"run": "r1", "config_digest": "old"}
+    there = dataclasses.replace(SERVING, went_back=mark, config_digest="old", stale=False)
+    assert plan("rolled_back", there, OPTIONS._replace(run="r1")) == []
+    with pytest.raises(Refused, match="nothing to go back to"):
+        plan("rolled_back", there, OPTIONS._replace(run="r2"))
+    killed = dataclasses.replace(there, gate=gate_state("closed"), state="withdrawn", lease=lease(purpose="rolled_back"))
+    assert names(plan("rolled_back", killed, OPTIONS._replace(run="r1"))) == BACK
+    earlier = dataclasses.replace(STOPPED, went_back=mark, config_digest="old", lease=lease(purpose="rolled_back"))
+    assert names(plan("rolled_back", earlier, OPTIONS._replace(run="r1"))) == ["start", *BACK]
+
+
+@pytest.mark.parametrize("wanted", ["started", "restarted"])
+def test_a_start_that_fails_goes_back_where_that_is_allowed_and_possible(wanted):
+    back = OPTIONS._replace(on_failure="rollback")
+    now = dataclasses.replace(STOPPED, goes_back=GENERATION)
+    steps = {step.name: step for step in plan(wanted, now, back)}
+    assert names(recover(wanted, steps["start"], now, back)) == ["stop", "roll_back", "start", *BACK]
+    assert recover(wanted, steps["prove"], now, back) == []
+    assert recover(wanted, steps["start"], STOPPED, back) == []
+    assert recover(wanted, steps["start"], now, OPTIONS) == []
+
+
 NEWER = OPTIONS._replace(digest="sha256:new")
 
 
@@ -461,8 +509,13 @@ END = {
     "asleep": dataclasses.replace(ASLEEP, lease=lease(purpose="asleep")),
     "awake": SERVING,
     "reloaded": dataclasses.replace(SERVING, weights_digest="sha256:new"),
+    "rolled_back": SERVING,
 }
-START_FROM = {"serving": END["drained"], "awake": END["asleep"]}
+START_FROM = {
+    "rolled_back": dataclasses.replace(SERVING, goes_back=GENERATION),
+    "serving": END["drained"],
+    "awake": END["asleep"],
+}
 
 
 @pytest.mark.parametrize("wanted", WANTED)
@@ -471,5 +524,5 @@ def test_the_prediction_is_the_state_that_those_steps_end_in(wanted):
     now = START_FROM.get(wanted, SERVING)
     options = OPTIONS._replace(digest="sha256:new")
     assert predict(now, plan(wanted, now, options), options) == END[wanted].summary()
-    if wanted != "restarted":
+    if wanted not in ("restarted", "rolled_back"):
         assert plan(wanted, END[wanted], options) == []

@@ -1,0 +1,127 @@
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""The configurations that an engine has been proved with, so that a change that fails can be taken back.
+
+A start puts what it reads aside as ``candidate``. When it is proved, that becomes ``proved``, and what was proved
+before it stays as ``before``. Each is a directory with copies of the files that the roles wrote for the engine and the
+version of its runtime, which is never changed in place.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import typing as t
+from pathlib import Path
+
+from . import config, store
+from .config import EngineConfig
+from .errors import Refused, UsageError
+
+CANDIDATE, PROVED, BEFORE = "candidate", "proved", "before"
+
+
+def _directory(engine: str, name: str) -> Path:
+    return store.state_dir(engine) / "generations" / name
+
+
+def _files(engine: EngineConfig) -> dict[str, Path]:
+    return {
+        "engine.yaml": Path(engine.config_file),
+        "engine.env": Path(engine.env_file),
+        "lifecycle.json": store.config_dir() / f"{engine.engine}.json",
+    }
+
+
+def _meta(engine: str, name: str) -> dict[str, t.Any] | None:
+    return store.read_json(_directory(engine, name) / "meta.json")
+
+
+def put_aside(engine: EngineConfig, report: t.Callable[[str], None]) -> None:
+    """Copy what the start that begins now reads, whatever the files say when it is proved."""
+    directory = _directory(engine.engine, CANDIDATE)
+    shutil.rmtree(directory, ignore_errors=True)
+    try:
+        runtime = os.readlink(engine.runtime)
+        for name, path in _files(engine).items():
+            store.write_text(directory / name, path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as exc:
+        # No reason not to start: what is wrong with a file, vLLM or the probe says.
+        report(f"{engine.engine}: its configuration is not put aside, so nothing can go back to it: {exc}")
+        return
+    # Last: a candidate without it is not whole.
+    meta = {"schema": 1, "config_digest": engine.config_digest, "runtime_version": engine.runtime_version}
+    store.write_json(directory / "meta.json", {**meta, "runtime": runtime})
+
+
+def promote(engine: EngineConfig) -> None:
+    """The start whose candidate was put aside is proved."""
+    candidate = _meta(engine.engine, CANDIDATE)
+    if candidate is None:
+        return
+    proved = _meta(engine.engine, PROVED)
+    if proved is not None and proved["config_digest"] != candidate["config_digest"]:
+        _replace(_directory(engine.engine, PROVED), _directory(engine.engine, BEFORE))
+    _replace(_directory(engine.engine, CANDIDATE), _directory(engine.engine, PROVED))
+
+
+def _replace(source: Path, target: Path) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+    if source.exists():
+        source.rename(target)
+
+
+def target(engine: EngineConfig) -> dict[str, t.Any] | None:
+    """What going back leads to: the last proved configuration that is another than the one on disk; None for none.
+
+    :returns: ``name`` of the generation, its ``config_digest`` and ``runtime_version``.
+    """
+    for name in (PROVED, BEFORE):
+        meta = _meta(engine.engine, name)
+        if meta is not None and meta["config_digest"] != engine.config_digest:
+            return {"name": name, **meta}
+    return None
+
+
+def went_back(engine: EngineConfig) -> dict[str, t.Any] | None:
+    """The ``run`` that went back last and the ``config_digest`` that it went back to."""
+    return store.read_json(_directory(engine.engine, "went_back.json"))
+
+
+def go_back(engine: EngineConfig, run: str) -> EngineConfig:
+    """Put the files and the runtime of that generation in place again; the declaration as it is then.
+
+    Starts once more from anywhere in the middle: the engine's declaration, whose digest decides, is written last.
+
+    :raises Refused: there is none, or its runtime is not on this host any more.
+    """
+    there = target(engine)
+    here = f"engine '{engine.engine}' on {socket.gethostname()}"
+    if there is None:
+        raise Refused(
+            f"{here} has no other configuration that was ever proved, so there is nothing to go back to",
+            next_step="correct the inventory and run playbooks/site.yml",
+        )
+    runtime = Path(engine.runtime)
+    wanted = runtime.parent / there["runtime"]
+    if not wanted.is_dir():
+        raise Refused(
+            f"{here} was proved before with runtime {there['runtime_version']}, which is not on this host any more",
+            next_step=f"run the role baremetal.vllm.vllm_runtime for version {there['runtime_version']}",
+        )
+    directory = _directory(engine.engine, there["name"])
+    copies = {name: (directory / name).read_text(encoding="utf-8") for name in _files(engine)}
+    mark = {"schema": 1, "run": run, "config_digest": there["config_digest"]}
+    store.write_json(_directory(engine.engine, "went_back.json"), mark)
+    fresh = runtime.with_name(f".{runtime.name}.new")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(there["runtime"])
+    fresh.replace(runtime)
+    for name, path in _files(engine).items():
+        store.write_text(path, copies[name])
+    try:
+        return config.load(engine.engine)
+    except UsageError as exc:
+        raise Refused(f"{here}: {exc}", next_step="run playbooks/site.yml, which writes its declaration") from exc

@@ -34,8 +34,8 @@ options:
   state:
     description:
       - The wanted state of the unit.
-      - V(rolled_back) puts the last configuration in place that was proved and is another than the one on disk, with its
-        runtime, and starts the engine with it. Once for each O(run), which it needs.
+      - V(rolled_back) puts the last configuration in place that was proved and is another than the one on disk, with
+        its runtime, and starts the engine with it. Once for each O(run), which it needs.
     type: str
     choices: [started, stopped, restarted, rolled_back]
     required: true
@@ -51,8 +51,8 @@ options:
     description:
       - What happens when the engine does not start.
       - V(fail) leaves it as it is, out of rotation.
-      - V(rollback) goes back to the configuration that was proved last, as with O(state=rolled_back), and proves it. The
-        task has failed all the same, since what was asked for does not run; RV(went_back_to) tells what does.
+      - V(rollback) goes back to the configuration that was proved last, as with O(state=rolled_back), and proves it.
+        The task has failed all the same, since what was asked for does not run; RV(went_back_to) tells what does.
     type: str
     choices: [fail, rollback]
     default: fail
@@ -160,7 +160,7 @@ def main() -> None:
         **ONE_OR_MORE,
     )
     if module.params["state"] == "rolled_back" and not module.params["run"]:
-        module.fail_json(msg="state rolled_back needs run, a name for this change, so that it is made once", changed=False)
+        module.fail_json(msg="state rolled_back needs run, a name for the change, so that it is made once", changed=False)
     run_change(module, module.params["state"])
 
 

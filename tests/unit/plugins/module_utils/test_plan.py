@@ -439,9 +439,10 @@ def test_going_back_is_done_once_for_each_run_and_needs_somewhere_to_go():
     assert plan("rolled_back", there, OPTIONS._replace(run="r1")) == []
     with pytest.raises(Refused, match="nothing to go back to"):
         plan("rolled_back", there, OPTIONS._replace(run="r2"))
-    killed = dataclasses.replace(there, gate=gate_state("closed"), state="withdrawn", lease=lease(purpose="rolled_back"))
+    held = lease(purpose="rolled_back")
+    killed = dataclasses.replace(there, gate=gate_state("closed"), state="withdrawn", lease=held)
     assert names(plan("rolled_back", killed, OPTIONS._replace(run="r1"))) == BACK
-    earlier = dataclasses.replace(STOPPED, went_back=mark, config_digest="old", lease=lease(purpose="rolled_back"))
+    earlier = dataclasses.replace(STOPPED, went_back=mark, config_digest="old", lease=held)
     assert names(plan("rolled_back", earlier, OPTIONS._replace(run="r1"))) == ["start", *BACK]
 
 

@@ -160,7 +160,7 @@ def main() -> None:
         **ONE_OR_MORE,
     )
     if module.params["state"] == "rolled_back" and not module.params["run"]:
-        module.fail_json(msg="state rolled_back needs run, a name for the change, so that it is made once", changed=False)
+        module.fail_json(msg="state rolled_back needs run, a name for this change: it is made once", changed=False)
     run_change(module, module.params["state"])
 
 

@@ -15,6 +15,11 @@ from ansible_collections.baremetal.vllm.plugins.filter.fleet import DRAIN_STEPS,
 AWAKE = ("serving", "withdrawn", "draining", "drained")
 # Nothing of such an engine is on a GPU.
 DOWN = ("stopped", "failed")
+# From which state by which way; from the others an engine is admitted.
+COME = {"starting": "settling", "asleep": "wake", "waking": "wake", "stopped": "start", "failed": "start"}
+RETURN = {**COME, "starting": "start", "unknown": "restart"}
+# MiB by which a sleeping engine's memory may differ between two looks.
+GROWTH = 256
 WAKE_STEPS = ("wake", "wake_weights", "reload", "wake_kv", "reset_cache", "adapters")
 
 
@@ -138,8 +143,7 @@ def _part(
         if level:
             action = _to_sleep(name, seen, beside, part["refused"])
         else:
-            action = {"starting": "settling", "asleep": "wake", "waking": "wake", "stopped": "start", "failed": "start"}
-            action = action.get(state, "admit" if state != "serving" or _open(seen, owner) else "")
+            action = COME.get(state, "admit" if state != "serving" or _open(seen, owner) else "")
         if not action:
             continue
         lease = seen["lease"]
@@ -265,24 +269,32 @@ def vllm_switch_return(
     """The way back after a change that failed: ``engines`` as they are now, ``before`` as they were, and its plan.
 
     What did not hold the GPU before must not hold it now: ``sleep`` for those that serve, ``stop`` for those of which
-    nothing else is sure. Then those come back that were awake: ``wake``, ``start``, ``admit``. ``lost`` are those of
-    them that cannot, since what they do is unknown.
+    nothing else is sure. Then those come back that were awake: ``wake``, ``start``, ``admit``, and ``restart`` where
+    what they do is unknown.
     """
-    way: dict[str, list[str]] = {key: [] for key in ("sleep", "stop", "wake", "start", "admit", "lost")}
+    way: dict[str, list[str]] = {key: [] for key in ("sleep", "stop", "wake", "start", "restart", "admit")}
     for name in [*plan["wake"], *plan["start"]]:
         state = engines[name]["state"]
         if state == "serving":
             way["sleep"].append(name)
-        elif state not in ("asleep", *DOWN):
+        elif state not in ("asleep", *DOWN) or (state == "asleep" and _swollen(engines[name])):
             way["stop"].append(name)
     for name in [name for one in plan["sleep"] for name in one["engines"] if before[name]["state"] in AWAKE]:
         state = engines[name]["state"]
-        action = {"asleep": "wake", "waking": "wake", "stopped": "start", "failed": "start", "starting": "start"}
-        if state == "unknown":
-            way["lost"].append(name)
-        elif state != "serving":
-            way[action.get(state, "admit")].append(name)
+        if state != "serving":
+            way[RETURN.get(state, "admit")].append(name)
     return way
+
+
+def _swollen(seen: t.Mapping[str, t.Any]) -> bool:
+    """It says that it sleeps, and holds more than when it fell asleep: a wake that failed has left memory behind."""
+    slept = (seen.get("sleep") or {}).get("resident_mib") or {}
+    pids = {str(pid) for pid in (seen.get("unit") or {}).get("pids") or ()}
+    return any(
+        sum(mib or 0 for pid, mib in device["processes"].items() if str(pid) in pids) > slept[device["uuid"]] + GROWTH
+        for device in seen.get("gpus") or ()
+        if device["uuid"] in slept
+    )
 
 
 def vllm_staying(

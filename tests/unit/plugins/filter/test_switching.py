@@ -287,7 +287,7 @@ def test_a_gpu_that_cannot_be_seen_is_no_free_one():
         ("stopped", "asleep", {"start": ["chat"]}),
         ("failed", "asleep", {"start": ["chat"]}),
         ("starting", "asleep", {"start": ["chat"]}),
-        ("unknown", "asleep", {"lost": ["chat"]}),
+        ("unknown", "asleep", {"restart": ["chat"]}),
         ("asleep", "failed", {"wake": ["chat"]}),
         ("asleep", "stopped", {"wake": ["chat"]}),
         ("asleep", "waking", {"stop": ["code"], "wake": ["chat"]}),
@@ -296,7 +296,7 @@ def test_a_gpu_that_cannot_be_seen_is_no_free_one():
         ("asleep", "withdrawn", {"stop": ["code"], "wake": ["chat"]}),
         ("asleep", "drained", {"stop": ["code"], "wake": ["chat"]}),
         ("asleep", "serving", {"sleep": ["code"], "wake": ["chat"]}),
-        ("unknown", "unknown", {"stop": ["code"], "lost": ["chat"]}),
+        ("unknown", "unknown", {"stop": ["code"], "restart": ["chat"]}),
     ],
 )
 @pytest.mark.parametrize("was", ["asleep", "stopped"])
@@ -304,6 +304,16 @@ def test_the_way_back(chat, code, way, was):
     before = {"chat": seen("serving"), "code": seen(was)}
     found = switching.vllm_switch_return({"chat": seen(chat), "code": seen(code)}, before, plan(before))
     assert {key: names for key, names in found.items() if names} == way
+
+
+@pytest.mark.parametrize(("now", "stops"), [(1500, False), (1700, False), (15000, True), (None, False)])
+def test_what_says_that_it_sleeps_and_has_memory_again_is_stopped(now, stops):
+    """A wake answered 500 after it had brought the weights back."""
+    gpus = None if now is None else device(0, {"22": now, "11": 1500})
+    code = on([22], "asleep", gpus, sleep={"proved": True, "resident_mib": {GPU0: 1500}})
+    before = {"chat": seen("serving"), "code": seen("asleep")}
+    way = switching.vllm_switch_return({"chat": seen("asleep"), "code": code}, before, plan(before))
+    assert way["stop"] == (["code"] if stops else [])
 
 
 def test_what_was_not_awake_does_not_come_back():

@@ -115,7 +115,8 @@ class Api:
         if request.headers.get("x-sim") == "quiet":
             return  # the harness's own look
         mutating = request.method not in ("GET", "HEAD", "OPTIONS") and request.path not in READING
-        generation = request.path in (*completions.PATHS, *pooling.SHAPES, "/invocations")
+        paths = (*completions.PATHS, *pooling.SHAPES, "/invocations")
+        generation = request.method == "POST" and request.path in paths
         line = {
             "t": round(time.time(), 4),
             "method": request.method,

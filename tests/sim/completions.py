@@ -182,7 +182,7 @@ def parse(request: Request, options: t.Any, adapters: t.Container[str], refuse_l
         text = f"max_tokens={limit} cannot be greater than max_model_len={options.max_model_len}."
         return refuse(text, 400, "BadRequestError", "max_tokens")
     job = Job(body, chat, options)
-    if job.top > options.max_logprobs:
+    if job.top > options.max_logprobs or (job.logprobs and refuse_logprobs):
         text = f"Requested sample logprobs of {job.top}, which is greater than max allowed: {options.max_logprobs}"
         return refuse(f"{text} (parameter=logprobs, value={job.top})", 400, "BadRequestError", "logprobs")
     return job

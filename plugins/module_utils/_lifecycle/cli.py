@@ -14,9 +14,10 @@ import os
 import sys
 import time
 import typing as t
+from pathlib import Path
 
-from . import config, doors, preload_doors, weights
-from .errors import LifecycleError, MissingLibrary
+from . import config, doors, golden, golden_change, preload_doors, weights
+from .errors import LifecycleError, MissingLibrary, UsageError
 from .lease import LeaseRequest
 from .observe import observe
 from .plan import WANTED
@@ -64,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     change_parser.add_argument("--force", action="store_true")
     change_parser.add_argument("--check", action="store_true", help="say what would be done")
     _add_weights(commands)
+    _add_golden(commands)
     return parser
 
 
@@ -80,6 +82,51 @@ def _add_weights(commands: t.Any) -> None:
     parser.add_argument("--allowed-signers", default="", metavar="FILE", help="of ssh-keygen; who may sign that list")
     parser.add_argument("--timeout", type=float, default=3600, metavar="SECONDS")
     parser.add_argument("--check", action="store_true", help="say what would be done")
+
+
+def _add_golden(commands: t.Any) -> None:
+    parser = commands.add_parser("golden", help="record what an engine answers, or match it with what was recorded")
+    parser.add_argument("engine")
+    parser.add_argument("verb", choices=["record", "match"])
+    parser.add_argument("--golden", action="append", default=[], metavar="FILE", help="from elsewhere; may be repeated")
+    parser.add_argument("--prompts", default="", metavar="FILE", help="a JSON list of what to ask")
+    parser.add_argument("--max-tokens", type=int, metavar="N")
+    parser.add_argument("--logprobs", type=float, metavar="TOLERANCE", help="difference of log probabilities")
+    parser.add_argument("--vectors", type=float, metavar="TOLERANCE", help="difference of vectors, as a share")
+    parser.add_argument("--timeout", type=float, default=900, metavar="SECONDS")
+    parser.add_argument("--force", action="store_true", help="record anew what the engine does not match")
+    parser.add_argument("--check", action="store_true", help="say what would be done")
+
+
+def _golden(arguments: argparse.Namespace) -> dict[str, t.Any]:
+    if arguments.max_tokens is not None and not 0 < arguments.max_tokens <= golden.MOST_TOKENS:
+        raise UsageError(f"--max-tokens must be from 1 to {golden.MOST_TOKENS}")
+    wanted = golden_change.Wanted(
+        state={"record": "recorded", "match": "matching"}[arguments.verb],
+        prompts=_json_file(arguments.prompts, list) if arguments.prompts else (),
+        max_tokens=arguments.max_tokens,
+        logprobs=arguments.logprobs,
+        vectors=arguments.vectors,
+        goldens=[_json_file(path, dict) for path in arguments.golden],
+        timeout=arguments.timeout,
+        force=arguments.force,
+    )
+
+    def progress(message: str) -> None:
+        _report(message, sys.stderr)
+
+    engine = config.load(arguments.engine)
+    return golden_change.bring(engine, wanted, check=arguments.check, report=progress).asdict()
+
+
+def _json_file(path: str, kind: type) -> t.Any:
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as exc:
+        raise UsageError(f"{path} cannot be read: {exc}", next_step="name a JSON file") from exc
+    if not isinstance(value, kind):
+        raise UsageError(f"{path} holds no JSON {'list' if kind is list else 'object'}", next_step="correct the file")
+    return value
 
 
 def _weights(arguments: argparse.Namespace) -> dict[str, t.Any]:
@@ -125,6 +172,9 @@ def _run(arguments: argparse.Namespace) -> None:
         return
     if arguments.command == "weights":
         _report(json.dumps(_weights(arguments), indent=1))
+        return
+    if arguments.command == "golden":
+        _report(json.dumps(_golden(arguments), indent=1, default=str))
         return
     main_pid = int(os.environ.get("MAINPID") or 0)
     if arguments.command.startswith("preload-"):

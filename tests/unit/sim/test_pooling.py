@@ -60,6 +60,9 @@ def test_more_log_probabilities_than_are_allowed(tmp_path):
             "Requested sample logprobs of 2, which is greater than max allowed: 0" in refused.json["error"]["message"]
         )
         assert len(logprobs(engine, logprobs=0)["token_logprobs"]) == 4
+        engine.set_fault("logprobs_refused")
+        assert engine.request("POST", "/v1/completions", {**ASKED, "logprobs": 0}).status == 400
+        assert logprobs(engine) is None
 
 
 def test_two_tokens_that_are_as_likely_as_each_other(tmp_path):

@@ -13,8 +13,8 @@ description:
   - With O(state=drained) the engine is withdrawn at its gate, so that the router stops sending; the requests in flight
     finish; the gate is closed and the engine paused. A drain is proved by several readings of the gate's sessions and
     the engine's gauges, not by a status code.
-  - With O(state=serving) a drained engine is resumed, proved by a completion and admitted again. A stopped or sleeping
-    engine is not started or woken.
+  - With O(state=serving) a drained engine is resumed, proved by its golden (M(baremetal.vllm.vllm_golden)) or, without
+    one, by a completion, and admitted again. A stopped or sleeping engine is not started or woken.
   - A drained engine stays drained, over restarts of the engine, the gate and the host, until O(state=serving).
 author:
   - baremetal.vllm contributors (@baremetal-vllm)
@@ -122,6 +122,18 @@ requests_kept:
   description: Requests that O(mode=keep) froze.
   returned: when requests were frozen
   type: int
+proof:
+  description:
+    - What proved the engine. C(by) is V(golden), with its C(key), what it was C(compared_by), how many C(positions) were
+      compared, and the largest C(distance); or V(completion), with C(why) it was no golden.
+  returned: when the engine was proved
+  type: dict
+  sample:
+    by: golden
+    key: base-4f1c0a9b3d2e5f60718a
+    compared_by: logprobs
+    positions: 48
+    distance: 0.0
 out_of_service:
   description:
     - What the released lease had held, since when (seconds since the epoch), for how many seconds, with the seconds of

@@ -11,7 +11,8 @@ short_description: Start, stop or restart the unit of a vLLM engine, with proof
 version_added: 0.1.0
 description:
   - An engine that serves is drained before it is stopped. A start ends when the unit is active, which for the units of
-    this collection means warmed and proved ready; then a completion is asked for.
+    this collection means warmed and proved ready; then it is proved once more, by its golden where one is on record
+    (M(baremetal.vllm.vllm_golden)) and else by a completion.
   - An engine that this module itself took out of rotation is admitted again after the start. One that was drained on
     purpose, with M(baremetal.vllm.vllm_drain), stays drained.
 author:
@@ -126,6 +127,18 @@ stop_result:
   description: The result that systemd gives for the stop, such as V(success) or V(timeout).
   returned: when the unit was stopped
   type: str
+proof:
+  description:
+    - What proved the engine. C(by) is V(golden), with its C(key), what it was C(compared_by), how many C(positions) were
+      compared, and the largest C(distance); or V(completion), with C(why) it was no golden.
+  returned: when the engine was proved
+  type: dict
+  sample:
+    by: golden
+    key: base-4f1c0a9b3d2e5f60718a
+    compared_by: logprobs
+    positions: 48
+    distance: 0.0
 out_of_service:
   description:
     - What the released lease had held, since when (seconds since the epoch), for how many seconds, with the seconds of

@@ -14,6 +14,8 @@ description:
     its prefix cache, is proved and admitted again, all in the same process.
   - Which weights it serves is known by the digest of its checkpoint, see M(baremetal.vllm.vllm_weights). It is taken
     before the drain begins and once more after the load, so files that change meanwhile are found.
+  - It is proved by the golden of the new weights, see M(baremetal.vllm.vllm_golden), and by a completion where none is on
+    record for them.
   - Where not all ranks load, the engine is restarted instead, which loads the same files.
   - An engine that takes its weights from a preload daemon is refused, since the daemon would lend the old ones still.
 author:
@@ -107,6 +109,18 @@ requests_cut:
   description: Requests that O(mode=abort) cut.
   returned: when requests were cut
   type: int
+proof:
+  description:
+    - What proved the engine. C(by) is V(golden), with its C(key), what it was C(compared_by), how many C(positions) were
+      compared, and the largest C(distance); or V(completion), with C(why) it was no golden.
+  returned: when the engine was proved
+  type: dict
+  sample:
+    by: golden
+    key: base-4f1c0a9b3d2e5f60718a
+    compared_by: logprobs
+    positions: 48
+    distance: 0.0
 out_of_service:
   description:
     - What the released lease had held, since when (seconds since the epoch), for how many seconds, with the seconds of

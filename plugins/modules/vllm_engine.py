@@ -129,8 +129,8 @@ stop_result:
   type: str
 proof:
   description:
-    - What proved the engine. C(by) is V(golden), with its C(key), what it was C(compared_by), how many C(positions) were
-      compared, and the largest C(distance); or V(completion), with C(why) it was no golden.
+    - What proved the engine. C(by) is V(golden), with its C(key), what it was C(compared_by), how many C(positions)
+      were compared, and the largest C(distance); or V(completion), with C(why) it was no golden.
   returned: when the engine was proved
   type: dict
   sample:

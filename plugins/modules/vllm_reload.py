@@ -14,8 +14,8 @@ description:
     its prefix cache, is proved and admitted again, all in the same process.
   - Which weights it serves is known by the digest of its checkpoint, see M(baremetal.vllm.vllm_weights). It is taken
     before the drain begins and once more after the load, so files that change meanwhile are found.
-  - It is proved by the golden of the new weights, see M(baremetal.vllm.vllm_golden), and by a completion where none is on
-    record for them.
+  - It is proved by the golden of the new weights, see M(baremetal.vllm.vllm_golden), and by a completion where none is
+    on record for them.
   - Where not all ranks load, the engine is restarted instead, which loads the same files.
   - An engine that takes its weights from a preload daemon is refused, since the daemon would lend the old ones still.
 author:
@@ -111,8 +111,8 @@ requests_cut:
   type: int
 proof:
   description:
-    - What proved the engine. C(by) is V(golden), with its C(key), what it was C(compared_by), how many C(positions) were
-      compared, and the largest C(distance); or V(completion), with C(why) it was no golden.
+    - What proved the engine. C(by) is V(golden), with its C(key), what it was C(compared_by), how many C(positions)
+      were compared, and the largest C(distance); or V(completion), with C(why) it was no golden.
   returned: when the engine was proved
   type: dict
   sample:

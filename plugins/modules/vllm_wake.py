@@ -15,9 +15,9 @@ description:
     stages - memory of the weights, reload on every rank, KV cache, prefix cache - and a killed run is gone on with.
   - A process whose sleeps have left more memory behind than its budget allows is restarted instead. So is one that
     M(baremetal.vllm.vllm_sleep) had to stop, under the same lease.
-  - Its golden proves it before it is admitted again, see M(baremetal.vllm.vllm_golden), and a completion where none is on
-    record. An engine that does not match stays withdrawn, and its lease is kept. A paused, drained engine is not asleep,
-    and is left as it is.
+  - Its golden proves it before it is admitted again, see M(baremetal.vllm.vllm_golden), and a completion where none is
+    on record. An engine that does not match stays withdrawn, and its lease is kept. A paused, drained engine is not
+    asleep, and is left as it is.
 author:
   - baremetal.vllm contributors (@baremetal-vllm)
 extends_documentation_fragment:
@@ -96,8 +96,8 @@ timings:
   sample: {"wake": 0.4, "prove": 0.1, "admit": 0.01, "await_ready": 0.02}
 proof:
   description:
-    - What proved the engine. C(by) is V(golden), with its C(key), what it was C(compared_by), how many C(positions) were
-      compared, and the largest C(distance); or V(completion), with C(why) it was no golden.
+    - What proved the engine. C(by) is V(golden), with its C(key), what it was C(compared_by), how many C(positions)
+      were compared, and the largest C(distance); or V(completion), with C(why) it was no golden.
   returned: when the engine was proved
   type: dict
   sample:

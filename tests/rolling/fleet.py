@@ -17,12 +17,15 @@ import httpx
 CHECKOUT = Path(__file__).resolve().parents[2]
 LAB = CHECKOUT / "tests/lab/lab"
 CONTROL = "/opt/vllm/control/bin/python"
-SOCKET = "/run/vllm/chat/engine.sock"
+PORTS = {"chat": 8001, "code": 8002}
 
 
 class Fleet:
-    def __init__(self, name: str) -> None:
+    """The lab of that name; ``more`` are inventories that come after the lab's own."""
+
+    def __init__(self, name: str, *more: Path) -> None:
         self.name = name
+        self.more = more
         self.inventory = Path(self._lab("inventory", "--path").strip())
         groups = json.loads(self.inventory.read_text())["all"]["children"]
         self.address = {
@@ -48,29 +51,30 @@ class Fleet:
     def boot(self, host: str) -> None:
         self._lab("boot", host)
 
-    def gate(self, host: str) -> str:
-        return f"http://{self.address[host]}:8001"
+    def gate(self, host: str, engine: str = "chat") -> str:
+        return f"http://{self.address[host]}:{PORTS[engine]}"
 
     # Looks that use none of our code on the host.
 
-    def engine_get(self, host: str, path: str) -> dict:
-        return json.loads(self.ssh(host, f"curl -s --max-time 5 --unix-socket {SOCKET} http://engine{path}"))
+    def engine_get(self, host: str, path: str, engine: str = "chat") -> dict:
+        ask = f"curl -s --max-time 5 --unix-socket /run/vllm/{engine}/engine.sock http://engine{path}"
+        return json.loads(self.ssh(host, ask))
 
-    def ready(self, host: str) -> int:
+    def ready(self, host: str, engine: str = "chat") -> int:
         """The status of /ready, 0 where the gate gives no answer."""
         try:
-            return httpx.get(f"{self.gate(host)}/ready", timeout=5, trust_env=False).status_code
+            return httpx.get(f"{self.gate(host, engine)}/ready", timeout=5, trust_env=False).status_code
         except httpx.HTTPError:
             return 0
 
-    def main_pid(self, host: str) -> int:
-        return int(self.ssh(host, "systemctl show --value --property MainPID vllm-engine@chat.service"))
+    def main_pid(self, host: str, engine: str = "chat") -> int:
+        return int(self.ssh(host, f"systemctl show --value --property MainPID vllm-engine@{engine}.service"))
 
-    def active(self, host: str) -> str:
-        return self.ssh(host, "systemctl is-active vllm-engine@chat.service", check=False).strip()
+    def active(self, host: str, engine: str = "chat") -> str:
+        return self.ssh(host, f"systemctl is-active vllm-engine@{engine}.service", check=False).strip()
 
-    def lease(self, host: str) -> dict | None:
-        text = self.ssh(host, "cat /var/lib/vllm/chat/lease.json 2>/dev/null || true")
+    def lease(self, host: str, engine: str = "chat") -> dict | None:
+        text = self.ssh(host, f"cat /var/lib/vllm/{engine}/lease.json 2>/dev/null || true")
         return json.loads(text) if text.strip() else None
 
     def wait(self, what: str, test, seconds: float = 120) -> None:
@@ -86,6 +90,7 @@ class Fleet:
             str(self.bin / command),
             f"--inventory={self.inventory}",
             f"--inventory={CHECKOUT}/tests/lab/inventory/",
+            *(f"--inventory={path}/" for path in self.more),
             *arguments,
         ]
 

@@ -1,9 +1,9 @@
 """As much of systemd as the collection speaks to, for tests where no systemd can run. The lab has the real one.
 
 A unit is a JSON file in the directory $SIM_UNITS, NAME.json or the template's `name@.service.json`, with systemd's own
-directives as keys: ExecStartPre, ExecStart, ExecStartPost, ExecStop, ExecStopPost (a command line or a list of them),
-Environment (an object), EnvironmentFile, KillMode, Restart, RestartSec, TimeoutStartSec, TimeoutStopSec,
-SuccessExitStatus, StartLimitBurst, MemoryMax, UnitFileState, Description.
+directives as keys: ExecCondition, ExecStartPre, ExecStart, ExecStartPost, ExecStop, ExecStopPost (a command line or a
+list of them), Environment (an object), EnvironmentFile, KillMode, Restart, RestartSec, TimeoutStartSec,
+TimeoutStopSec, SuccessExitStatus, StartLimitBurst, MemoryMax, UnitFileState, Description.
 
 One supervisor process for each started unit runs the commands in systemd's order and is the reaper of all that they
 leave behind, so its descendants are the unit's control group; they are listed in
@@ -294,10 +294,15 @@ class Supervisor:
             self.control("ExecStop", stoppable=False)
         except RuntimeError as failed:
             self.result = str(failed)
+        if self.result == "exec-condition":
+            self.unit.update(ActiveState="inactive", SubState="dead", Result=self.result, ControlGroup="", Job="")
+            return False
         self.end()
         return self.again()
 
     def start(self) -> None:
+        if self.control("ExecCondition", stoppable=True):
+            raise RuntimeError("exec-condition")
         if self.control("ExecStartPre", stoppable=True):
             raise RuntimeError(self.result if self.result != "success" else "exit-code")
         self.main = self.launch(self.text["ExecStart"])
@@ -427,8 +432,8 @@ def start(unit: Unit, block: bool) -> int:
     if not block:
         return 0
     state = wait(unit, ("active", "inactive", "failed"), ("auto-restart",))
-    if state["ActiveState"] == "active":
-        return 0
+    if state["ActiveState"] == "active" or state["Result"] == "exec-condition":
+        return 0  # a condition that does not hold is no failure
     raise Usage(
         1,
         f"Job for {unit.name} failed because the control process exited with error code.\n"

@@ -30,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"vllm-lifecycle {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in (
+        ("wanted", "ExecCondition: whether it may start by itself, which one that was put to sleep may not"),
         ("preflight", "ExecStartPre: check what the engine needs"),
         ("ready", "ExecStartPost: wait for the engine, warm it, prove it (reads $MAINPID)"),
         ("drain", "ExecStop: withdraw, and wait for the requests in flight (reads $MAINPID)"),
@@ -187,7 +188,9 @@ def _run(arguments: argparse.Namespace) -> None:
             preload_doors.settle(daemon, _report)
         return
     engine = config.load(arguments.engine)
-    if arguments.command == "preflight":
+    if arguments.command == "wanted":
+        doors.wanted(engine)
+    elif arguments.command == "preflight":
         doors.preflight(engine, _report)
     elif arguments.command == "ready":
         doors.ready(engine, _report, main_pid)

@@ -73,6 +73,24 @@ POLL_INTERVAL = 0.1
 CALL_TIMEOUT = 5.0
 
 
+def wanted(config: EngineConfig) -> None:
+    """Before anything of a start: an engine that was put to sleep is not started by itself, after a crash or at boot.
+
+    Another one may have its place on the GPU by now. Who starts it on purpose takes its lease for that first.
+
+    :raises Refused: names who holds it asleep.
+    """
+    held = lease.read(config.engine)
+    if held is not None and held.purpose == "asleep" and time.time() < held.expires:
+        raise Refused(
+            f"engine '{config.engine}' on {socket.gethostname()} is not started by itself: {held.owner} has put it to "
+            f"sleep ({held.reason or 'no reason given'})",
+            next_step="wake it (playbooks/wake.yml), give it its place (playbooks/switch.yml), or start it with "
+            "vllm_engine state=started",
+            lease=held.owner,
+        )
+
+
 def preflight(config: EngineConfig, report: Report) -> None:
     """Before the process starts: everything whose lack would otherwise show after minutes, or never.
 

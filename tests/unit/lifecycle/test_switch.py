@@ -115,8 +115,10 @@ class Watcher(threading.Thread):
 class Pair:
     """A host whose engines chat and code take turns. It begins with chat, and code has never been started."""
 
-    def __init__(self, world) -> None:
-        self.host = world(gate=True, gpus=1, engines=("chat", "code"), start=False, gpu_memory_utilization=SHARE)
+    def __init__(self, world, **settings) -> None:
+        self.host = world(
+            gate=True, gpus=1, engines=("chat", "code"), start=False, gpu_memory_utilization=SHARE, **settings
+        )
         self.host.gate.start()
         wait_for(self._gate_answers, "the gate answers")
         gates = self.host.gate.ports
@@ -475,3 +477,47 @@ def test_of_a_group_one_is_awake_at_a_time(pair):
     said = pair.play("", **given).run("wake.yml")
     assert "MiB are free; held by process" in said
     judge(pair, "code")
+
+
+def test_a_sleeper_that_dies_leaves_the_gpu_to_the_one_that_is_awake(world):
+    """systemd restarts what has died, and starts everything at boot."""
+    pair = Pair(world, doors=("wanted",), unit={"Restart": "always", "RestartSec": 0.05})
+    assert pair.play("code").run("switch.yml") == ""
+    chat = pair.host.engines["chat"]
+    os.kill(chat.truth()["pid"], signal.SIGKILL)
+    wait_for(lambda: chat.active() == "inactive", "chat is down, and stays so")
+    assert "is not started by itself: switch has put it to sleep (code has its GPU)" in pair.host.systemd.journal(
+        chat.unit
+    )
+    assert pair.host.systemd.ctl("start", chat.unit).returncode == 0
+    assert chat.active() == "inactive"
+    judge(pair, "code")
+    # One that is wanted is restarted.
+    code = pair.host.engines["code"]
+    old = code.truth()["pid"]
+    os.kill(old, signal.SIGKILL)
+    wait_for(lambda: code.active() == "active" and code.truth()["pid"] != old, "code is back")
+    # And who has its turn is started, whatever was.
+    assert pair.play("chat").run("switch.yml") == ""
+    judge(pair, "chat")
+    pair.watcher.judge()
+
+
+@pytest.mark.parametrize(
+    ("lease", "starts"),
+    [
+        (None, True),
+        ({"purpose": "asleep", "expires": 9e9}, False),
+        ({"purpose": "asleep", "expires": 1.0}, True),
+        ({"purpose": "started", "expires": 9e9}, True),
+        ({"purpose": "awake", "expires": 9e9}, True),
+        ({"purpose": "drained", "expires": 9e9}, True),
+    ],
+)
+def test_what_may_start_by_itself(world, lease, starts):
+    host = world(start=False, doors=("wanted",))
+    if lease:
+        full = {"schema": 1, "owner": "ops", "reason": "", "run": "", "restore": "open", "since": 1.0, "steps": []}
+        host.write("var/lib/vllm/chat/lease.json", full | lease)
+    assert host.systemd.ctl("start", host.chat.unit).returncode == 0
+    assert host.chat.active() == ("active" if starts else "inactive")

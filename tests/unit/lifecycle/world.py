@@ -366,6 +366,7 @@ class World:
             "ExecStopPost": quick("settle"),
         }
         doors_of = {
+            "wanted": "ExecCondition",
             "preflight": "ExecStartPre",
             "ready": "ExecStartPost",
             "drain": "ExecStop",

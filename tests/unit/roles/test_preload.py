@@ -18,16 +18,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from ansible.parsing.dataloader import DataLoader
-from ansible.plugins.loader import init_plugin_loader
-from ansible.template import Templar
 
-try:
-    from ansible.template import trust_as_template
-except ImportError:  # before 2.19
-    trust_as_template = None
+from ansible_collections.baremetal.vllm.tests.unit.roles.role import CHECKOUT, TEXT, Role
 
-CHECKOUT = Path(__file__).parents[3]
 GPU = [f"GPU-{number:08x}-0000-1111-2222-333333333333" for number in range(8)]
 TOKEN = "correct-horse-battery-staple"
 PLAY = """
@@ -268,74 +261,6 @@ def case(changes):
     for one in changes if isinstance(changes, list) else [changes]:
         one(value)
     return value
-
-
-def load(path):
-    """A YAML file whose strings may be templates."""
-    try:
-        return DataLoader().load_from_file(str(path), trusted_as_template=True) or {}
-    except TypeError:  # before 2.19 all were
-        return DataLoader().load_from_file(str(path)) or {}
-
-
-FILES = {
-    role: [
-        load(CHECKOUT / "roles" / role / part) for part in ("defaults/main.yml", "vars/main.yml", "tasks/preflight.yml")
-    ]
-    for role in ("vllm_engine", "vllm_preload")
-}
-init_plugin_loader()
-TEXT = trust_as_template if trust_as_template else str
-TEMPLAR = Templar(loader=DataLoader(), variables={})
-
-
-class Role:
-    """What Ansible does with a role's variables, and with the conditions of its preflight, without a process for each.
-
-    ``test_a_real_run_says_the_same`` holds it to Ansible itself.
-    """
-
-    def __init__(self, name, value, host):
-        defaults, private, self.tasks = FILES[name]
-        self.facts = {
-            **defaults,
-            **private,
-            "__vllm_engine_systemctl": {"stdout": "systemd 252 (252.1)"},
-            **value,
-            "inventory_hostname": host,
-            "ansible_facts": value.get("ansible_facts", {}),
-            "ansible_search_path": [str(CHECKOUT / "roles" / name)],
-            "vllm_runtime_version": value.get("vllm_runtime_version", "0.33.0"),
-        }
-
-    def template(self, text, **scope):
-        TEMPLAR.available_variables = {**self.facts, **scope}
-        return TEMPLAR.template(text)
-
-    def holds(self, conditions, scope):
-        conditions = conditions if isinstance(conditions, list) else [conditions]
-        return all(self.template(TEXT(f"{{{{ ({one}) | bool }}}}"), **scope) for one in conditions)
-
-    def refusal(self):
-        """The message of the first assertion that does not hold; None when all do."""
-        for task in self.tasks:
-            items = self.template(task["loop"]) if "loop" in task else [None]
-            for item in items:
-                scope = {**task.get("vars", {}), "item": item}
-                if not self.holds(task.get("when", []), scope):
-                    continue
-                if "ansible.builtin.set_fact" in task:
-                    self.facts.update(self.template(task["ansible.builtin.set_fact"], **scope))
-                elif not self.holds(task["ansible.builtin.assert"]["that"], scope):
-                    return self.template(task["ansible.builtin.assert"]["fail_msg"], **scope)
-        return None
-
-    def render(self, template, item):
-        # What looks like JSON would not stay text before 2.19.
-        option = "" if trust_as_template else ", convert_data=false"
-        return self.template(
-            TEXT(f"text:{{{{ lookup('ansible.builtin.template', '{template}'{option}) }}}}"), item=item
-        )[5:]
 
 
 def refusal(name, changes):

@@ -138,9 +138,7 @@ def _sentence(config: EngineConfig, step: Step) -> str:
 class Transition:
     """One change of one engine. Each step is a method named like it."""
 
-    def __init__(
-        self, config: EngineConfig, wish: Wish, deadline: Deadline, report: Report, digest: str = ""
-    ) -> None:
+    def __init__(self, config: EngineConfig, wish: Wish, deadline: Deadline, report: Report, digest: str = "") -> None:
         self.config = config
         self.digest = digest
         self.wish = wish

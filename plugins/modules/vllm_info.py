@@ -54,6 +54,11 @@ engines:
       V(preload_zero_copy), V(preload_copy), V(disk), or null where log and memory do not prove it. C(next_start) is
       what a restart would be, V(zero-copy), V(copy), V(cold) or V(refused). C(why) explains what is not as it was asked
       for; C(wrong) says that it serves other weights than its checkpoint's.
+    - C(adapters) tells of LoRA adapters. C(enabled) says whether the engine is configured for them, C(declared) lists
+      those that its role declares, C(loaded) those that it has, each with C(name), C(path), C(parent), the C(digest) of
+      its files as they were when it was loaded (empty where somebody else loaded it) and whether it is C(proved).
+      C(loaded) is null where the engine was not seen. C(left) says of each declared adapter that is not there as
+      declared why; changed files are seen where that takes no time.
   returned: success
   type: dict
   sample: {"chat": {"state": "serving", "reasons": [], "unseen": {"gpu": "NVML: Driver Not Loaded"}}}

@@ -18,13 +18,22 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import cli, config, lease, observe, plan, store
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import (
+    adapters,
+    cli,
+    config,
+    lease,
+    observe,
+    plan,
+    store,
+)
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.engine import (
     ROUTES,
     SLEEP_STATES,
     Completion,
     Engine,
     Metrics,
+    Served,
     parse_metrics,
 )
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.errors import LifecycleError
@@ -36,6 +45,7 @@ from ansible_collections.baremetal.vllm.plugins.modules import (
     vllm_drain,
     vllm_engine,
     vllm_info,
+    vllm_lora,
     vllm_preload,
     vllm_sleep,
     vllm_wake,
@@ -93,6 +103,7 @@ NAMES = st.sampled_from(
         "vllm:sleep_mode_operations_in_flight",
         "vllm:request_success_total",
         "vllm:generation_tokens_total",
+        "vllm:lora_requests_info",
         "vllm:num_requests_running_",
         "num_requests_running",
         "# TYPE vllm:num_requests_running",
@@ -275,7 +286,7 @@ def one_of_ours(value: t.Any) -> bool:
     if isinstance(value, Completion):
         return isinstance(value.finish_reason, str) and isinstance(value.tokens, int)
     if isinstance(value, list):
-        return all(isinstance(item, str) for item in value)
+        return all(isinstance(item, (str, Served)) for item in value)
     return isinstance(value, (bool, str, int, Metrics)) or value is None
 
 
@@ -283,6 +294,9 @@ CALLS = {
     "healthy": lambda engine: engine.healthy(5),
     "version": lambda engine: engine.version(5),
     "models": lambda engine: engine.models(5),
+    "served": lambda engine: engine.served(5),
+    "load": lambda engine: engine.load_adapter("sql", "/srv/sql", 5),
+    "unload": lambda engine: engine.unload_adapter("sql", 5),
     "is_paused": lambda engine: engine.is_paused(5),
     "is_sleeping": lambda engine: engine.is_sleeping(5),
     "metrics": lambda engine: engine.metrics(5),
@@ -526,12 +540,14 @@ KINDS = [
     "etc/vllm/preload/odd.json",
     "var/lib/vllm/odd/lease.json",
     "var/lib/vllm/odd/sleep.json",
+    "var/lib/vllm/odd/adapters.json",
 ]
 READERS: dict[str, t.Callable[[], t.Any]] = {
     KINDS[0]: lambda: config.load("odd"),
     KINDS[1]: lambda: load("odd"),
     KINDS[2]: lambda: lease.read("odd"),
     KINDS[3]: lambda: lease.sleep_record("odd"),
+    KINDS[4]: lambda: adapters.read_record("odd", made.unit_state()),
 }
 RIGHT: dict[str, dict[str, t.Any]] = {
     KINDS[0]: DECLARED
@@ -539,6 +555,8 @@ RIGHT: dict[str, dict[str, t.Any]] = {
         "preload": {"daemon": "odd", "mode": "copy", "fallback": True, "wait": 5},
         "traits": {"dtype": "bfloat16", "lora": True, "tensor_parallel": 2},
         "sleep_mode": True,
+        "lora": {"max_rank": 8},
+        "adapters": [{"name": "sql", "path": "/srv/sql", "prove": False}],
     },
     KINDS[1]: {
         "daemon": "odd",
@@ -556,6 +574,12 @@ RIGHT: dict[str, dict[str, t.Any]] = {
     },
     KINDS[2]: dataclasses.asdict(made.lease()) | {"steps": [{"step": "stop", "seconds": 1.5, "at": 5}]},
     KINDS[3]: dataclasses.asdict(made.sleep_record()) | {"freed_mib": {"GPU-1": 5}},
+    KINDS[4]: {
+        "main_pid": 10,
+        "invocation": "",
+        "adapters": {"sql": {"path": "/srv/sql", "digest": "d", "proved": True}},
+        "cached": [["sql", "/srv/sql", "d"]],
+    },
 }
 
 
@@ -650,6 +674,7 @@ MODULES = {
     vllm_engine: ["engine", "engines", "state", "mode", "timeout", "lease", "run", "force"],
     vllm_sleep: ["engine", "engines", "level", "kv_only", "deepen", "max_resident_mib", "timeout", "lease"],
     vllm_wake: ["engine", "engines", "timeout", "lease", "force"],
+    vllm_lora: ["engine", "engines", "adapters", "state", "timeout", "lease", "force"],
     vllm_preload: ["daemon", "state", "timeout", "force"],
     vllm_info: ["engine", "engines"],
     vllm_capacity: ["endpoints", "min_serving"],
@@ -659,6 +684,7 @@ USUAL = {
     "engine": ["chat", "no-such", "../chat"],
     "engines": [["chat"], ["chat", "chat"], []],
     "state": ["drained", "serving", "started", "stopped", "restarted", "ready", "absent"],
+    "adapters": [[], [{"name": "sql", "path": "/etc"}], [{"name": "tiny", "path": "/x\0"}], [{"name": "sql"}]],
     "level": [0, 1, 2, 3],
     "timeout": [0.2, 0, -1, "nan", "inf", 1e12],
     "lease": [{"owner": "me", "ttl": 5}, {"ttl": "nan"}, {"colour": 1}],

@@ -14,6 +14,7 @@ from ansible_collections.baremetal.vllm.plugins.modules import (
     vllm_drain,
     vllm_engine,
     vllm_info,
+    vllm_lora,
     vllm_preload,
     vllm_reload,
     vllm_sleep,
@@ -28,6 +29,7 @@ CHANGES = [
     (vllm_sleep, {}),
     (vllm_wake, {}),
     (vllm_reload, {}),
+    (vllm_lora, {}),
 ]
 
 

@@ -22,6 +22,7 @@ description:
   - Other content under the same name and path needs a reset of the prefix cache, or answers would mix both. The engine
     does that in a moment without requests, and has to have its development endpoints.
   - An engine that is drained stays so. It is resumed behind its closed gate as long as its adapters are proved.
+  - Takes no lease, since it puts no engine out of service. It respects that of another owner than O(lease.owner).
   - Needs E(VLLM_ALLOW_RUNTIME_LORA_UPDATING=1) and C(enable-lora) when the engine starts. The role
     P(baremetal.vllm.vllm_engine#role) sets the former for engines that declare adapters. Their start loads and proves
     those, and each wake proves them again.

@@ -17,7 +17,7 @@ AWAKE = ("serving", "withdrawn", "draining", "drained")
 DOWN = ("stopped", "failed")
 # From which state by which way; from the others an engine is admitted.
 COME = {"starting": "settling", "asleep": "wake", "waking": "wake", "stopped": "start", "failed": "start"}
-RETURN = {**COME, "starting": "start", "unknown": "restart"}
+RETURNING = {**COME, "starting": "start", "unknown": "restart"}
 # MiB by which a sleeping engine's memory may differ between two looks.
 GROWTH = 256
 WAKE_STEPS = ("wake", "wake_weights", "reload", "wake_kv", "reset_cache", "adapters")
@@ -282,7 +282,7 @@ def vllm_switch_return(
     for name in [name for one in plan["sleep"] for name in one["engines"] if before[name]["state"] in AWAKE]:
         state = engines[name]["state"]
         if state != "serving":
-            way[RETURN.get(state, "admit")].append(name)
+            way[RETURNING.get(state, "admit")].append(name)
     return way
 
 

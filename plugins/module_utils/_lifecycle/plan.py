@@ -46,6 +46,8 @@ ADAPTERS = Step("adapters", "bring its adapters back and prove them", mutates=Fa
 
 WANTED = ("drained", "serving", "started", "stopped", "restarted", "asleep", "awake", "reloaded", "rolled_back")
 AWAKE = ("serving", "withdrawn", "draining", "drained")
+# The purpose of a lease whose engine should sleep, and had to be stopped to free its memory.
+STOPPED_FOR_SLEEP = "stopped for sleep"
 
 
 class Options(t.NamedTuple):
@@ -279,7 +281,7 @@ def _asleep(now: Observation, options: Options) -> list[Step]:
         # run was killed in the middle, or found that the sleep had freed nothing.
         _room_for_copy(now, level, options)
         return [*_lease(now, options, "asleep"), *_rouse(now), SLEEP]
-    if options.on_failure == "stop" and now.state == "stopped" and _purpose(now, options) == "asleep":
+    if options.on_failure == "stop" and now.state == "stopped" and _purpose(now, options) == STOPPED_FOR_SLEEP:
         return []  # its memory is free, which is what that policy promises
     if now.state not in AWAKE:
         _refuse(
@@ -383,8 +385,8 @@ def _lent(now: Observation) -> bool:
 
 
 def _awake(now: Observation, options: Options) -> list[Step]:
-    if now.state == "stopped" and _purpose(now, options) in ("asleep", "awake"):
-        return [*_lease(now, options, "awake"), START, *_back(now)]  # its sleep had to be a stop
+    if now.state == "stopped" and _purpose(now, options) == STOPPED_FOR_SLEEP:
+        return [*_lease(now, options, STOPPED_FOR_SLEEP), START, *_back(now)]
     if now.state in ("asleep", "waking") and now.leak and not options.tags:
         return [*_lease(now, options, "awake"), STOP, START, *_back(now)]
     if now.state in ("asleep", "waking"):
@@ -393,7 +395,8 @@ def _awake(now: Observation, options: Options) -> list[Step]:
         return steps if options.tags and "kv_cache" not in options.tags else [*steps, *_back(now)]
     if now.state in AWAKE:
         # Not asleep. A drain is someone's wish, and a wake must not undo it; a half-done wake of ours is finished.
-        return _finish(now, options) if now.lease is not None and now.lease.purpose == "awake" else []
+        ours = now.lease is not None and now.lease.purpose in ("awake", STOPPED_FOR_SLEEP)
+        return _finish(now, options) if ours else []
     _refuse(now, "awake", "start or restart it with vllm_engine")
 
 

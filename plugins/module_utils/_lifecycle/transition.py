@@ -20,7 +20,7 @@ from .gate import Gate
 from .host import host_memory
 from .lease import LeaseRequest, SleepRecord
 from .observe import Observation, observe
-from .plan import AWAKE, Options, Step, plan, predict, recover
+from .plan import AWAKE, STOPPED_FOR_SLEEP, Options, Step, plan, predict, recover
 from .unit import Unit
 
 # Readings in a row without work before an engine counts as idle, and the time between them.
@@ -218,6 +218,8 @@ class Transition:
                 self.deadline = Deadline(max(self.deadline.left, limits))
                 for one in rescue:
                     self._perform(one)
+                if self.wish.state == "asleep":
+                    lease.take(self.config.engine, self.wish.lease, STOPPED_FOR_SLEEP, "")  # what a wake starts again
                 return [*done, *rescue]
             done.append(step)
         return done

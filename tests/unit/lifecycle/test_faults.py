@@ -506,7 +506,7 @@ def test_a_control_call_is_judged_by_what_it_did_and_not_by_its_body(world):
     host.chat.set_fault("http_html", "/pause")
     assert host.done(vllm_drain)["after"]["state"] == "drained"
     host.chat.clear_faults()
-    host.chat.set_fault("http_lost", "/sleep", times=1)
+    host.chat.set_fault("http_lost", "POST /sleep", times=1)
     assert host.run(vllm_sleep)["failed"]
     again = host.done(vllm_sleep)
     assert (again["after"]["state"], again["after"]["level"]) == ("asleep", 1)

@@ -11,6 +11,7 @@ import pytest
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.errors import Refused, UnknownState
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.observe import STATES
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.plan import (
+    STOPPED_FOR_SLEEP,
     WANTED,
     Options,
     plan,
@@ -409,16 +410,19 @@ def test_a_wake_by_parts(now, options, expected):
 
 
 def test_a_sleep_that_had_to_be_a_stop_is_there_and_is_woken_by_a_start():
-    stopped = dataclasses.replace(STOPPED, lease=lease(purpose="asleep"))
+    stopped = dataclasses.replace(STOPPED, lease=lease(purpose=STOPPED_FOR_SLEEP))
     assert plan("asleep", stopped, OPTIONS._replace(on_failure="stop")) == []
     with pytest.raises(Refused, match="is stopped"):
         plan("asleep", stopped, OPTIONS)
     with pytest.raises(Refused, match="is stopped"):
         plan("asleep", STOPPED, OPTIONS._replace(on_failure="stop"))
-    assert names(plan("awake", stopped, OPTIONS)) == ["lease", "start", *BACK]
-    theirs = dataclasses.replace(STOPPED, lease=lease(owner="night-shift", purpose="asleep"))
-    with pytest.raises(Refused, match="is stopped"):
-        plan("awake", theirs, OPTIONS)
+    assert names(plan("awake", stopped, OPTIONS)) == ["start", *BACK]
+    killed = dataclasses.replace(WITHDRAWN, lease=lease(purpose=STOPPED_FOR_SLEEP))
+    assert names(plan("awake", killed, OPTIONS)) == BACK
+    theirs = lease(owner="night-shift", purpose=STOPPED_FOR_SLEEP)
+    for other in (theirs, lease(purpose="asleep"), lease(purpose="stopped"), None):
+        with pytest.raises(Refused, match="is stopped"):
+            plan("awake", dataclasses.replace(STOPPED, lease=other), OPTIONS)
 
 
 def test_only_a_failed_sleep_is_made_good_by_a_stop():

@@ -181,8 +181,8 @@ class Transition:
             if "went_back_to" in self.extra and self.wish.state != "rolled_back":
                 raise LifecycleError(
                     f"engine '{self.config.engine}' on {after.host} did not start with its new configuration, went "
-                    f"back to the older one (vLLM {self.extra['went_back_to']['runtime_version']}) and is {after.state} "
-                    f"with it: {self.extra['recovered_from']}",
+                    f"back to the older one (vLLM {self.extra['went_back_to']['runtime_version']}) and is "
+                    f"{after.state} with it: {self.extra['recovered_from']}",
                     next_step=f"read journalctl -u {self.config.unit}, correct what is new and run this again",
                 )
             return Outcome(

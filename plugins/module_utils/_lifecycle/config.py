@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 import socket
 import typing as t
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from . import store
+from . import gpu, store
 from .errors import UsageError
 
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,30}")
@@ -237,7 +237,8 @@ def load(engine: str) -> EngineConfig:
             next_step="correct the name, or declare the engine in vllm_engine_instances and run playbooks/site.yml",
             known=known_engines(),
         )
-    return t.cast(EngineConfig, build(EngineConfig, value, str(path)))
+    declared = t.cast(EngineConfig, build(EngineConfig, value, str(path)))
+    return replace(declared, gpus=gpu.uuids(declared.gpus))
 
 
 def preload_dir() -> Path:
@@ -264,4 +265,5 @@ def load_daemon(daemon: str) -> PreloadConfig:
             next_step="correct the name, or declare the daemon in vllm_preload_instances and run playbooks/site.yml",
             known=known_daemons(),
         )
-    return t.cast(PreloadConfig, build(PreloadConfig, value, str(path)))
+    declared = t.cast(PreloadConfig, build(PreloadConfig, value, str(path)))
+    return replace(declared, gpus=gpu.uuids(declared.gpus))

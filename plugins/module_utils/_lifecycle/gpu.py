@@ -60,6 +60,20 @@ def observe() -> list[GpuState]:
         return [_device(index) for index in range(pynvml.nvmlDeviceGetCount())]
 
 
+def uuids(names: list[str]) -> list[str]:
+    """GPUs that were declared by index or UUID, by UUID, as locks and measurements know them.
+
+    An index that no device has, or where none can be seen, stays as it is: then nothing on it can be measured either.
+    """
+    if not any(name.isdigit() for name in names):
+        return names
+    try:
+        known = {str(device.index): device.uuid for device in observe()}
+    except GpuUnseen:
+        known = {}
+    return [known.get(name, name) for name in names]
+
+
 def driver_version() -> str:
     """The driver's version.
 

@@ -15,6 +15,7 @@ from ansible_collections.baremetal.vllm.tests.unit.lifecycle.world import OWNER,
 SLOW = 0.7  # seconds that the engine itself takes for a sleep or a wake
 SHARE = {"gpu_memory_utilization": 0.4}
 RESIDUE = RESIDUE_MIB - 43  # without the driver's own
+RESIDENT = 2048
 
 
 def changes(*engines) -> list[tuple[float, str]]:
@@ -93,6 +94,16 @@ def test_two_engines_of_one_gpu_sleep_and_wake_one_after_the_other(world):
     assert host.gpu.processes() == own
 
 
+def test_a_gpu_may_be_declared_by_its_index(world):
+    """It is the same for locks, and it is measured."""
+    host = world(gpus=1, engines=("chat", "code"), declared={"gpus": ["0"]}, **SHARE)
+    result = host.done(vllm_sleep, max_resident_mib=RESIDENT)
+    assert result["resident_mib"] == {host.gpu.uuids[0]: RESIDUE}
+    assert (host.root / f"run/vllm-lifecycle/gpu-{host.gpu.uuids[0]}.lock").exists()
+    host.engines["code"].set_fault("sleep_keeps", 20000)
+    assert "MiB, more than" in host.run(vllm_sleep, engine="code", max_resident_mib=RESIDENT)["msg"]
+
+
 def test_two_engines_of_one_gpu_in_one_call(world):
     host = world(gpus=1, engines=("chat", "code"), **SHARE)
     slow_down(*host.engines.values())
@@ -159,7 +170,8 @@ def test_a_sleep_waits_for_a_neighbours_start_that_systemd_makes(world):
     assert not ticket.exists()
     # The other way round: a start waits for a sleep that is under way.
     host.done(vllm_wake)
-    chat.set_fault("sleep_slow", 2)
+    chat.set_fault("sleep_slow", 5)
+    chat.forget_requests()
     assert host.systemd.ctl("stop", code.unit).returncode == 0
     running = host.begin(vllm_sleep)
     wait_for(lambda: any("/sleep" in path for path in chat.mutations()), "the sleep")

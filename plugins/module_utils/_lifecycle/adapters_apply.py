@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import typing as t
 from dataclasses import replace
@@ -15,7 +16,7 @@ from .answers import GENERATES, GRADES, Answer, Question
 from .config import AdapterConfig, EngineConfig
 from .deadline import Deadline
 from .engine import Engine, Served
-from .errors import Answered, DeadlineExceeded, LifecycleError, Surprise, UnknownState, Unreachable
+from .errors import Answered, DeadlineExceeded, LifecycleError, Mismatch, Surprise, UnknownState, Unreachable
 from .unit import UnitState
 
 CALL_TIMEOUT = 30.0
@@ -186,7 +187,10 @@ class Hands:
     def _differs(self, name: str) -> bool:
         self._ask_model()
         for asked, (own, again) in zip(self._asked, self._own):
-            theirs = golden.ask(self.engine, asked, name, MAX_TOKENS, self._grade, self._patience(name))
+            try:
+                theirs = golden.ask(self.engine, asked, name, MAX_TOKENS, self._grade, self._patience(name))
+            except (Mismatch, Answered) as exc:
+                self._without_answer(name, exc)
             if adapters.has_effect(own, again, theirs):
                 return True
         return False
@@ -211,6 +215,19 @@ class Hands:
                 next_step="run this again with a longer timeout; it goes on where this one ended",
             )
         return min(CALL_TIMEOUT, self.deadline.left)
+
+    def _without_answer(self, name: str, exc: LifecycleError) -> t.NoReturn:
+        """It fails where the model itself has just answered."""
+        said = ""
+        if not self.record.adapters.get(name, {}).get("proved"):
+            with contextlib.suppress(LifecycleError):  # when the engine has died of it, that is the one to tell
+                self._withdraw(name)
+                said = "; it was unloaded again"
+        raise Surprise(
+            f"{self._here(name)} gives no right answer{said}: {exc}",
+            next_step=f"read journalctl -u {self.config.unit}; see whether the adapter was made for this model",
+            **exc.details,
+        ) from exc
 
     def _without_effect(self, name: str, *, unload: bool) -> t.NoReturn:
         """A name that answers like its model would serve clients something else than it says."""

@@ -14,19 +14,21 @@ import signal
 
 import pytest
 
-from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import store
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import golden, store
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.adapters_apply import Hands
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.engine import Engine
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.errors import Answered, Mismatch
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.gate import Gate
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.transition import Transition
 from ansible_collections.baremetal.vllm.plugins.modules import (
     vllm_drain,
     vllm_engine,
     vllm_lora,
+    vllm_reload,
     vllm_sleep,
     vllm_wake,
 )
-from ansible_collections.baremetal.vllm.tests.sim import lora
+from ansible_collections.baremetal.vllm.tests.sim import lora, model
 from ansible_collections.baremetal.vllm.tests.unit.lifecycle.world import OWNER, RESIDUE_MIB
 
 PROMPT = "what does the table say"
@@ -528,6 +530,22 @@ def test_files_that_change_while_they_are_loaded(chat, monkeypatch):
     assert chat.listed() == {}
 
 
+@pytest.mark.parametrize("error", [Mismatch("its log probabilities are no numbers (NaN)"), Answered("url", 400, "no")])
+def test_an_adapter_that_gives_no_right_answer_is_unloaded_again(chat, monkeypatch, error):
+    chat = chat()
+    ask = golden.ask
+
+    def spoilt(engine, asked, model, *more):
+        if model == "sql":
+            raise error
+        return ask(engine, asked, model, *more)
+
+    monkeypatch.setattr(golden, "ask", spoilt)
+    result = chat.run("sql")
+    assert f"adapter 'sql' gives no right answer; it was unloaded again: {error}" in result["msg"]
+    assert chat.listed() == {}
+
+
 # Killed in the middle.
 
 MIDDLE = [
@@ -664,6 +682,17 @@ def test_an_adapter_that_stays_without_effect_keeps_the_engine_out(chat):
         chat.chat.set_fault(fault, None)
     chat.host.done(vllm_wake)
     assert chat.host.gate.ready("chat") == 200
+
+
+def test_a_reload_of_the_weights_proves_the_adapters(chat):
+    """vLLM drops them from memory then, and reads each one again for its next request."""
+    chat = chat(gate=True, gpus=1)
+    chat.done("sql")
+    base, own = chat.says("tiny"), chat.says("sql")
+    model.write(chat.host.root / "srv/models/tiny", "tiny of today")
+    result = chat.host.done(vllm_reload)
+    assert list(result["timings"])[-5:] == ["prove", "adapters", "admit", "await_ready", "release"]
+    assert len({base, own, chat.says("tiny"), chat.says("sql")}) == 4
 
 
 def test_a_wake_brings_back_what_is_declared(chat):

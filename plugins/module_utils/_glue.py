@@ -79,6 +79,7 @@ def run_change(module: AnsibleModule, state: str) -> t.NoReturn:
         max_resident_mib=params.get("max_resident_mib"),
         host_copy_mib=params.get("host_copy_mib"),
         on_failure=params.get("on_failure", "fail"),
+        on_mismatch=params.get("on_mismatch", "fail"),
         tags=tuple(params.get("tags") or ()),
     )
     _refuse_bad_numbers(module)

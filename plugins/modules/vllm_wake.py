@@ -42,7 +42,17 @@ options:
     type: list
     elements: str
     choices: [weights, kv_cache]
+  on_mismatch:
+    description:
+      - What to do when the awake engine does not match its golden, see M(baremetal.vllm.vllm_golden).
+      - With V(fail) the task fails; the engine stays withdrawn and its lease is kept.
+      - With V(restart) its unit is restarted once, proved again, and admitted if it matches then. RV(recovered_from)
+        says what was wrong.
+    type: str
+    choices: [fail, restart]
+    default: fail
 seealso:
+  - module: baremetal.vllm.vllm_golden
   - module: baremetal.vllm.vllm_sleep
   - module: baremetal.vllm.vllm_drain
 """
@@ -106,6 +116,10 @@ proof:
     compared_by: logprobs
     positions: 48
     distance: 0.0
+recovered_from:
+  description: The mismatch that a restart made good for.
+  returned: when O(on_mismatch=restart) restarted the unit
+  type: str
 out_of_service:
   description:
     - What the released lease had held, since when (seconds since the epoch), for how many seconds, with the seconds of
@@ -133,6 +147,7 @@ def main() -> None:
         argument_spec={
             **CHANGE,
             "tags": {"type": "list", "elements": "str", "choices": ["weights", "kv_cache"]},
+            "on_mismatch": {"type": "str", "choices": ["fail", "restart"], "default": "fail"},
         },
         supports_check_mode=True,
         **ONE_OR_MORE,

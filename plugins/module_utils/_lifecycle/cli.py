@@ -62,6 +62,12 @@ def _parser() -> argparse.ArgumentParser:
     change_parser.add_argument(
         "--on-failure", choices=["fail", "stop"], default="fail", help="of asleep: stop the unit to free its memory"
     )
+    change_parser.add_argument(
+        "--on-mismatch",
+        choices=["fail", "restart"],
+        default="fail",
+        help="of awake: when its answers are not its golden's",
+    )
     change_parser.add_argument("--kv-only", action="store_true", help="asleep frees the KV cache alone")
     change_parser.add_argument("--force", action="store_true")
     change_parser.add_argument("--check", action="store_true", help="say what would be done")
@@ -210,6 +216,7 @@ def _run(arguments: argparse.Namespace) -> None:
             kv_only=arguments.kv_only,
             host_copy_mib=arguments.host_copy_mib,
             on_failure=arguments.on_failure,
+            on_mismatch=arguments.on_mismatch,
             tags=tuple(arguments.tags),
         )
         outcome = change(engine, wish, check=arguments.check, report=_report)

@@ -56,7 +56,8 @@ class Options(t.NamedTuple):
     ``lease_against`` is the owner of someone else's valid lease, if any; ``keep`` freezes requests that a drain's
     time-out finds; ``host_copy_mib`` is what a sleep at level 1 takes of the host, where that is known better than from
     the weights; ``on_failure`` is fail, of a sleep also stop, of a start also rollback; ``digest`` is that of the
-    weights to be served; ``tags`` are the parts that a wake brings back, () for all.
+    weights to be served; ``on_mismatch`` of a wake is fail or restart; ``tags`` are the parts that a wake brings back,
+    () for all.
     """
 
     lease_against: str = ""
@@ -70,6 +71,7 @@ class Options(t.NamedTuple):
     host_copy_mib: int | None = None
     on_failure: str = "fail"
     digest: str = ""
+    on_mismatch: str = "fail"
     tags: tuple[str, ...] = ()
 
 
@@ -500,12 +502,18 @@ def _finish(now: Observation, options: Options) -> list[Step]:
     return [*([RESUME] if now.paused else []), *_clean(now), *_back(now)]
 
 
-def recover(wanted: str, failed: Step, now: Observation, options: Options) -> list[Step]:
-    """What makes good for a step that failed; nothing, and the change has failed. ``now`` is from before the change."""
+def recover(wanted: str, failed: Step, now: Observation, options: Options, mismatch: bool = False) -> list[Step]:
+    """What makes good for a step that failed; nothing, and the change has failed.
+
+    :param now: from before the change.
+    :param mismatch: it failed because the engine's answers are not those that it owes.
+    """
     if wanted == "asleep" and failed is SLEEP and options.on_failure == "stop":
         return [STOP]
     if wanted in ("started", "restarted") and failed is START and options.on_failure == "rollback" and now.goes_back:
         return [STOP, ROLL_BACK, START, *_back(now)]
+    if wanted == "awake" and failed is PROVE and mismatch and options.on_mismatch == "restart":
+        return [STOP, START, *_back(now)]
     if wanted == "reloaded" and failed is RELOAD:
         return [STOP, START, *_back(now)]  # what some ranks have loaded and others have not, nobody must use
     return []

@@ -15,7 +15,7 @@ from . import adapters_apply, claim, compile_cache, footprint, generations, gold
 from .config import EngineConfig
 from .deadline import Deadline
 from .engine import Engine, Metrics
-from .errors import DeadlineExceeded, LifecycleError, Refused, Surprise, UnknownState, Unreachable
+from .errors import DeadlineExceeded, LifecycleError, Mismatch, Refused, Surprise, UnknownState, Unreachable
 from .gate import Gate
 from .host import host_memory
 from .lease import LeaseRequest, SleepRecord
@@ -54,6 +54,7 @@ class Wish(t.NamedTuple):
     max_resident_mib: int | None = None
     host_copy_mib: int | None = None
     on_failure: str = "fail"
+    on_mismatch: str = "fail"
     tags: tuple[str, ...] = ()
 
 
@@ -125,6 +126,7 @@ def _plan(now: Observation, wish: Wish, digest: str = "") -> tuple[list[Step], O
         keep=wish.mode == "keep",
         host_copy_mib=wish.host_copy_mib,
         on_failure=wish.on_failure,
+        on_mismatch=wish.on_mismatch,
         digest=digest,
         tags=wish.tags,
     )
@@ -207,7 +209,7 @@ class Transition:
             try:
                 self._perform(step)
             except LifecycleError as exc:
-                rescue = recover(self.wish.state, step, self.before, options)
+                rescue = recover(self.wish.state, step, self.before, options, isinstance(exc, Mismatch))
                 if not rescue:
                     raise
                 self.extra["recovered_from"] = str(exc)

@@ -507,6 +507,52 @@ def test_a_wake_with_other_answers_is_never_admitted(host, faults, way, says):
     assert (restarted["proof"]["by"], restarted["after"]["state"]) == ("golden", "serving")
 
 
+@pytest.mark.parametrize("fault", ["reload_noop", "reload_wrong"])
+def test_a_mismatch_may_be_made_good_by_one_restart(world, fault):
+    host = world(gate=True, gpus=1, doors=("ready",))
+    record(host)
+    host.done(vllm_sleep, level=2)
+    host.chat.set_fault(fault)
+    pid = host.chat.truth()["pid"]
+    result = host.done(vllm_wake, on_mismatch="restart")
+    assert "does not compute what golden" in result["recovered_from"]
+    assert result["actions"][-6:] == [
+        "chat: stop the unit",
+        "chat: start the unit and wait until it is proved ready",
+        "chat: prove it by a completion",
+        "chat: admit it at the gate",
+        "chat: wait until /ready is 200",
+        "chat: release the lease",
+    ]
+    assert (result["after"]["state"], result["proof"]["by"]) == ("serving", "golden")
+    assert host.chat.truth()["pid"] != pid
+    assert host.chat.seen()["ready"]
+    again = host.done(vllm_wake, on_mismatch="restart")
+    assert (again["changed"], again["actions"]) == (False, [])
+
+
+def test_a_wake_that_failed_may_be_made_good_later(host):
+    host.done(vllm_sleep)
+    host.chat.set_fault("wrong_tokens")
+    assert host.run(vllm_wake)["failed"]
+    assert host.run(vllm_wake)["failed"], "nothing is restarted unless that is wished"
+    pid = host.chat.truth()["pid"]
+    assert host.run(vllm_wake, on_mismatch="restart")["failed"], "the restarted one computes no better"
+    assert host.chat.truth()["pid"] != pid, "it was restarted, once"
+    assert host.chat.seen()["ready"] is False
+    assert host.chat.lease()["owner"] == OWNER
+    host.chat.clear_faults()
+    assert host.done(vllm_wake)["after"]["state"] == "serving"
+
+
+def test_what_is_no_mismatch_is_not_made_good_by_a_restart(host):
+    host.done(vllm_sleep)
+    host.chat.set_fault("error_completions", 503)
+    pid = host.chat.truth()["pid"]
+    assert "HTTP 503" in host.run(vllm_wake, on_mismatch="restart")["msg"]
+    assert host.chat.truth()["pid"] == pid
+
+
 def test_the_mismatch_is_told_in_keys_as_well(host):
     key = record(host)["key"]
     host.done(vllm_sleep)

@@ -475,6 +475,17 @@ def test_weights_that_are_loaded_already_are_not_loaded_again():
     assert "reload" in names(plan("reloaded", SERVING, NEWER)), "what is not known is loaded anew"
 
 
+def test_a_wake_whose_answers_are_wrong_is_made_good_by_a_restart_where_that_is_wished():
+    asleep = dataclasses.replace(ASLEEP, lease=lease(purpose="asleep"))
+    wished = OPTIONS._replace(on_mismatch="restart")
+    steps = {step.name: step for step in plan("awake", asleep, wished)}
+    assert names(recover("awake", steps["prove"], asleep, wished, True)) == ["stop", "start", *BACK]
+    assert recover("awake", steps["prove"], asleep, wished) == []
+    assert recover("awake", steps["wake"], asleep, wished, True) == []
+    assert recover("awake", steps["prove"], asleep, OPTIONS, True) == []
+    assert recover("serving", steps["prove"], asleep, wished, True) == []
+
+
 def test_a_reload_of_some_ranks_is_made_good_by_a_restart():
     steps = plan("reloaded", SERVING, NEWER)
     made_good = {step.name: names(recover("reloaded", step, SERVING, NEWER)) for step in steps}

@@ -32,7 +32,7 @@ except ImportError:  # before 2.19
 PLAYBOOKS = Path(__file__).parents[3] / "playbooks"
 MODULES = "ansible_collections.baremetal.vllm.plugins.modules"
 OMIT = "__omit_place_holder__"
-IGNORED = ("ansible.builtin.debug", "ansible.builtin.add_host", "ansible.builtin.wait_for_connection")
+IGNORED = tuple(f"ansible.builtin.{name}" for name in ("add_host", "debug", "systemd_service", "wait_for_connection"))
 KEYWORDS = ("name", "when", "vars", "loop", "loop_control", "register", "run_once", "changed_when",
             "delegate_to", "become")  # fmt: skip
 

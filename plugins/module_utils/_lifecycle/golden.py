@@ -157,7 +157,7 @@ class Golden:
         if not weights.DIGEST.fullmatch(subject.weights) or subject.method not in weights.METHODS:
             raise ValueError("its weights have no digest of a manifest")
         kind, most, grade = value["kind"], value["max_tokens"], value["grade"]
-        if kind not in PATHS or grade not in GRADES or isinstance(grade, bool):
+        if kind not in PATHS or grade not in GRADES or isinstance(grade, (bool, float)):
             raise ValueError(f"its kind or grade is not known: {kind!r}, {grade!r}")
         if isinstance(most, bool) or not isinstance(most, int) or not 0 < most <= MOST_TOKENS:
             raise ValueError(f"max_tokens is {most!r}")

@@ -78,8 +78,8 @@ class _Job:
         self.deadline = deadline
         self.report = report
         self.check = check
-        self.client = Engine(engine)
         self.given = [Golden.from_dict(one, f"golden[{place}]") for place, one in enumerate(wanted.goldens)]
+        self.client = Engine(engine)
         self.subject = golden.cheap_subject(engine)
         self.known: Golden | None = None
         self.mine: Golden | None = None

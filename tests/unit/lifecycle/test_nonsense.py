@@ -44,6 +44,7 @@ from ansible_collections.baremetal.vllm.plugins.modules import (
     vllm_capacity,
     vllm_drain,
     vllm_engine,
+    vllm_golden,
     vllm_info,
     vllm_lora,
     vllm_preload,
@@ -674,6 +675,7 @@ MODULES = {
     vllm_engine: ["engine", "engines", "state", "mode", "timeout", "lease", "run", "force"],
     vllm_sleep: ["engine", "engines", "level", "kv_only", "deepen", "max_resident_mib", "timeout", "lease"],
     vllm_wake: ["engine", "engines", "timeout", "lease", "force"],
+    vllm_golden: ["engine", "engines", "state", "golden", "prompts", "max_tokens", "tolerance", "timeout", "force"],
     vllm_lora: ["engine", "engines", "adapters", "state", "timeout", "lease", "force"],
     vllm_preload: ["daemon", "state", "timeout", "force"],
     vllm_info: ["engine", "engines"],
@@ -683,7 +685,11 @@ MODULES = {
 USUAL = {
     "engine": ["chat", "no-such", "../chat"],
     "engines": [["chat"], ["chat", "chat"], []],
-    "state": ["drained", "serving", "started", "stopped", "restarted", "ready", "absent"],
+    "state": ["drained", "serving", "started", "stopped", "restarted", "ready", "absent", "matching"],
+    "golden": [[], [{}], [{"schema": 1, "subject": {}}]],
+    "prompts": [[], [[1, 2]], ["text"], [{"messages": []}], [None]],
+    "max_tokens": [1, 0, 5000],
+    "tolerance": [{}, {"logprobs": 0.1}, {"vectors": "nan"}, {"colour": 1}],
     "adapters": [[], [{"name": "sql", "path": "/etc"}], [{"name": "tiny", "path": "/x\0"}], [{"name": "sql"}]],
     "level": [0, 1, 2, 3],
     "timeout": [0.2, 0, -1, "nan", "inf", 1e12],
@@ -720,7 +726,8 @@ def test_option_sets(host, run_module, monkeypatch, chosen):
     """Nothing can be done on this host, which has no systemd: whatever is asked for, it fails and says why."""
     module, options = chosen
     hypothesis.assume(writable(options))
-    hypothesis.assume(options.get("lease") is None or isinstance(options["lease"], dict))  # Ansible's own traceback
+    for name in ("lease", "tolerance"):  # else Ansible's own traceback
+        hypothesis.assume(options.get(name) is None or isinstance(options[name], dict))
     monkeypatch.setenv(store.ROOT_VARIABLE, str(host))
     if module is vllm_capacity:
         options["timeout"] = 0.1
@@ -746,6 +753,11 @@ WORDS = st.lists(
                 "drain",
                 "settle",
                 "weights",
+                "golden",
+                "record",
+                "match",
+                "--golden",
+                "--max-tokens",
                 "/no/such",
                 "drained",
                 "asleep",

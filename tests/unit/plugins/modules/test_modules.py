@@ -13,6 +13,7 @@ from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import h
 from ansible_collections.baremetal.vllm.plugins.modules import (
     vllm_drain,
     vllm_engine,
+    vllm_golden,
     vllm_info,
     vllm_lora,
     vllm_preload,
@@ -44,7 +45,7 @@ def host(tmp_path, monkeypatch):
     assert sorted(item.name for item in tmp_path.iterdir()) == ["etc"]
 
 
-@pytest.mark.parametrize(("module", "options"), CHANGES)
+@pytest.mark.parametrize(("module", "options"), [*CHANGES, (vllm_golden, {})])
 def test_an_unknown_engine(run_module, module, options):
     result = run_module(module.main, engine="chta", **options)
     assert f"host {HOST} has no engine 'chta'; engines declared there: chat" in result["msg"]
@@ -52,7 +53,7 @@ def test_an_unknown_engine(run_module, module, options):
     assert "site.yml" in result["next_step"]
 
 
-@pytest.mark.parametrize(("module", "options"), [*CHANGES, (vllm_info, {})])
+@pytest.mark.parametrize(("module", "options"), [*CHANGES, (vllm_info, {}), (vllm_golden, {})])
 def test_without_root(run_module, monkeypatch, module, options):
     monkeypatch.delenv(store.ROOT_VARIABLE)
     monkeypatch.setattr("os.geteuid", lambda: 1000)
@@ -85,7 +86,7 @@ def test_wrong_options_of_single_modules(run_module):
     assert "no preload daemon 'base'" in run_module(vllm_preload.main, daemon="base")["msg"]
 
 
-@pytest.mark.parametrize(("module", "options"), [*CHANGES, (vllm_info, {})])
+@pytest.mark.parametrize(("module", "options"), [*CHANGES, (vllm_info, {}), (vllm_golden, {})])
 def test_a_missing_library_names_host_interpreter_and_role(run_module, monkeypatch, module, options):
     monkeypatch.setattr(http, "httpx", None)
     monkeypatch.setattr(http, "HTTPX_IMPORT_ERROR", "Traceback: no httpx")

@@ -239,6 +239,24 @@ def _needs(
     }
 
 
+def vllm_wake_plan(engines: t.Mapping[str, t.Any], names: t.Sequence[str] = ()) -> dict[str, list[t.Any]]:
+    """What is to be done so that ``names``, or all, are awake again that were put to sleep; others are left alone.
+
+    ``start`` are those that have died or were stopped meanwhile, ``admit`` those whose sleep was interrupted.
+    """
+    plan: dict[str, list[t.Any]] = {"sleep": [], "wake": [], "start": [], "admit": [], "held": []}
+    for name in names or sorted(engines):
+        seen = engines[name]
+        purpose = (seen["lease"] or {}).get("purpose")
+        if seen["state"] in ("asleep", "waking") or purpose in ("awake", "stopped for sleep"):
+            plan["wake"].append(name)
+        elif purpose == "asleep" and seen["state"] in DOWN:
+            plan["start"].append(name)
+        elif purpose == "asleep" and seen["state"] in AWAKE:
+            plan["admit"].append(name)
+    return plan
+
+
 def vllm_switch_rivals(engines: t.Mapping[str, t.Any], names: t.Sequence[str], group: t.Any = ()) -> list[str]:
     """Which of ``names`` cannot wake as things are, in sentences: of a group that is declared, one is awake at a time.
 
@@ -390,4 +408,5 @@ class FilterModule:
             "vllm_switch_return": vllm_switch_return,
             "vllm_switch_rivals": vllm_switch_rivals,
             "vllm_switch_rows": vllm_switch_rows,
+            "vllm_wake_plan": vllm_wake_plan,
         }

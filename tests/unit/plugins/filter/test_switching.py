@@ -343,6 +343,36 @@ def test_rivals_of_a_wake(states, names, group, says):
     assert switching.vllm_switch_rivals(engines, names, group) == says
 
 
+@pytest.mark.parametrize(
+    ("engine", "action"),
+    [
+        (seen("asleep"), "wake"),
+        (seen("asleep", lease=lease("ops")), "wake"),
+        (seen("waking", lease=lease()), "wake"),
+        (seen("withdrawn", lease=lease(purpose="awake")), "wake"),
+        (seen("serving", lease=lease(purpose="awake")), "wake"),
+        (seen("stopped", lease=lease(purpose="stopped for sleep")), "wake"),
+        # it died in its sleep, or its host was booted
+        (seen("stopped", lease=lease()), "start"),
+        (seen("failed", lease=lease()), "start"),
+        # its sleep was interrupted
+        (seen("drained", lease=lease()), "admit"),
+        (seen("draining", lease=lease()), "admit"),
+        # someone's wish
+        (seen("drained", lease=lease(purpose="drained")), ""),
+        (seen("stopped", lease=lease(purpose="stopped")), ""),
+        (seen("stopped"), ""),
+        (seen("serving"), ""),
+        (seen("unknown", lease=lease()), ""),
+    ],
+)
+def test_what_is_to_wake(engine, action):
+    for names in ([], ["chat"]):
+        found = switching.vllm_wake_plan({"chat": engine}, names)
+        assert {key: one for key, one in found.items() if one} == ({action: ["chat"]} if action else {})
+    assert not any(switching.vllm_wake_plan({"chat": engine, "code": seen()}, ["code"]).values())
+
+
 def test_those_that_stay_are_counted_for_each_model_that_goes():
     second = {**CODE, "name": "chat2", "served_model_name": "chat", "port": 8009}
     hosts = {

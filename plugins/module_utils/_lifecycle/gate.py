@@ -22,6 +22,7 @@ from .errors import LifecycleError, Surprise, UsageError
 from .http import Client
 
 ADMISSIONS = ("open", "withdrawn", "closed")
+REFUSES_FOR = 0.5
 COMMAND_TIMEOUT = 5.0
 # The master's name for the worker that takes new connections.
 CURRENT = "@1"
@@ -198,7 +199,7 @@ class Gate:
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 connection.settimeout(COMMAND_TIMEOUT)
-                connection.connect(path)
+                _connect(connection, path)
                 connection.sendall(f"{command}\n".encode())
                 connection.shutdown(socket.SHUT_WR)  # the master keeps the connection open otherwise
                 chunks: list[bytes] = []
@@ -212,6 +213,17 @@ class Gate:
                 f"the gate of engine '{self.engine}' on host {socket.gethostname()} gives no answer on {path}: {exc}",
                 next_step="systemctl status vllm-gate.service; start it and run this again",
             ) from exc
+
+
+def _connect(connection: socket.socket, path: str) -> None:
+    """A master that starts or reloads executes itself anew, and refuses for a moment."""
+    patience = Deadline(REFUSES_FOR)
+    while True:
+        try:
+            return connection.connect(path)
+        except ConnectionRefusedError:
+            if not patience.rest(0.02):
+                raise
 
 
 def _sessions(backend: t.Mapping[str, str]) -> int:

@@ -256,7 +256,7 @@ def main() -> None:
             "state": {"type": "str", "choices": ["recorded", "matching"], "default": "recorded"},
             "golden": {"type": "list", "elements": "dict", "default": []},
             "prompts": {"type": "list", "elements": "raw", "default": []},
-            "max_tokens": {"type": "int"},
+            "max_tokens": {"type": "int", "no_log": False},
             "tolerance": {
                 "type": "dict",
                 "default": {},

@@ -27,7 +27,8 @@ ALONE = {"vllm_switch_min_serving": 0, "vllm_schedule_min_serving": 0}
 
 def pool(fleet, engine: str) -> str:
     """The router's port of a model."""
-    return f"http://{fleet.address['r1']}:{ {'chat': 8000, 'code': 8010}[engine] }"
+    ports = {"chat": 8000, "code": 8010}
+    return f"http://{fleet.address['r1']}:{ports[engine]}"
 
 
 def switch(fleet, to: str, *arguments: str, **variables) -> str:

@@ -106,6 +106,7 @@ def _end(name: str, uuids: t.Sequence[str]) -> None:
 def _take(ticket: dict[str, str], uuid: str, kin: t.Collection[str]) -> str:
     """Leave the ticket, or say who is at work."""
     name = ticket["engine"]
+    holder = ""
     try:
         with lease.locked(f"gpu-{uuid}", Deadline(0), name):
             other = starting(uuid, name)

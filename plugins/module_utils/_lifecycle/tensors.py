@@ -38,6 +38,10 @@ class Tensor(t.NamedTuple):
     end: int
 
 
+def _is_count(value: t.Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def read_header(descriptor: int, size: int) -> tuple[bytes, list[Tensor]]:
     """The header's bytes with its length before it, and its tensors in the order of their data.
 
@@ -68,7 +72,7 @@ def _tensors(text: bytes, data: int, size: int) -> list[Tensor]:
         if name == "__metadata__":
             continue
         offsets = value.get("data_offsets") if isinstance(value, dict) else None
-        if not (isinstance(offsets, list) and len(offsets) == 2 and all(type(one) is int for one in offsets)):
+        if not (isinstance(offsets, list) and len(offsets) == 2 and all(_is_count(one) for one in offsets)):
             raise Malformed(f"its header gives no place for the tensor {name[:100]!r}")
         tensors.append(Tensor(name, data + offsets[0], data + offsets[1]))
     tensors.sort(key=lambda one: (one.start, one.end))

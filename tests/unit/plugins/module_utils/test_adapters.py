@@ -262,7 +262,8 @@ def test_what_may_be_done(name):
     error, says = (expected, "") if isinstance(expected, type) else (Refused, expected)
     with pytest.raises(error) as caught:
         judge(now, [want()], state)
-    assert type(caught.value) is error and says in str(caught.value)
+    assert caught.type is error
+    assert says in str(caught.value)
     assert caught.value.next_step
 
 

@@ -633,6 +633,17 @@ def test_new_weights_under_a_sleeping_engine_do_not_wake_with_it(host):
     assert host.chat.seen()["ready"] is False
 
 
+def test_a_process_is_held_to_the_golden_that_proved_its_start(world):
+    """Not only one from which the golden was recorded."""
+    host = world(gate=True, gpus=1, doors=("ready",))
+    record(host)
+    assert host.done(vllm_engine, state="restarted")["proof"]["by"] == "golden"
+    host.done(vllm_sleep, level=2)
+    sim.write(host.root / "srv/models/tiny", "other weights of equal shapes")
+    assert "does not compute what golden" in host.run(vllm_wake)["msg"]
+    assert host.chat.seen()["ready"] is False
+
+
 def test_new_files_do_not_disturb_an_engine_that_keeps_its_weights(host):
     sim.write(host.root / "srv/models/tiny", "other weights of equal shapes")
     host.done(vllm_drain)

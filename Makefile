@@ -38,8 +38,8 @@ sanity: deps ## ansible-test sanity, current and 2.16
 	@echo "== ansible-test sanity"; $(VENV)/python tools/sanity.py
 
 unit: deps ## unit tests, current and 2.16
-	@echo "== unit tests, .venv"; $(VENV)/python -m pytest tests/unit
-	@echo "== unit tests of what Ansible loads, .venv-2.16"; $(FLOOR)/python -m pytest tests/unit/plugins tests/unit/roles tests/unit/test_collection.py tests/unit/lifecycle/test_four_runs.py
+	@echo "== unit tests, .venv"; $(VENV)/python -m pytest -r fER tests/unit
+	@echo "== unit tests of what Ansible loads, .venv-2.16"; $(FLOOR)/python -m pytest -r fER tests/unit/plugins tests/unit/roles tests/unit/test_collection.py tests/unit/lifecycle/test_four_runs.py
 
 sim-conformance: deps ## replay what real engines answered against the simulator
 	@echo "== sim-conformance"; $(VENV)/python tests/sim/conformance.py

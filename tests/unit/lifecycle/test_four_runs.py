@@ -237,7 +237,7 @@ def test_older_versions_go_the_same_ways(world, version):
 def test_requests_that_are_kept_go_on_afterwards(world, module, options, state, back):
     host = world(gate=True, token_rate=100)
     keep = {"mode": "keep", "timeout": 0.3, **options}
-    with host.gate.client("chat", tokens=400) as stream:
+    with host.gate.client("chat", tokens=1000) as stream:
         stream.first()
         predicted = host.done(module, check_mode=True, **keep)
         assert predicted["changed"] and host.chat.mutations() == []
@@ -256,17 +256,17 @@ def test_requests_that_are_kept_go_on_afterwards(world, module, options, state, 
         assert cost(host) == []
         assert host.chat.busy() == 1
         assert host.done(back[0], **back[1])["after"]["state"] == "serving"
-        assert stream.rest() == (400, "length")
+        assert stream.rest() == (1000, "length")
     assert host.gate.ready("chat") == 200
 
 
 def test_kept_requests_finish_before_a_stop(world):
     host = world(gate=True, token_rate=100)
-    with host.gate.client("chat", tokens=200) as stream:
+    with host.gate.client("chat", tokens=600) as stream:
         stream.first()
         host.done(vllm_drain, mode="keep", timeout=0.3)
         assert host.done(vllm_engine, state="stopped")["after"]["state"] == "stopped"
-        assert stream.rest() == (200, "length")
+        assert stream.rest() == (600, "length")
 
 
 def test_without_development_endpoints_the_closed_gate_is_the_lock(world):

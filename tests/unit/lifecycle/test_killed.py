@@ -173,7 +173,7 @@ def test_killed_in_the_middle_of_a_step(world, name, owner, method):
 def test_killed_while_it_freezes_requests(world, owner, method):
     host = world(gate=True, token_rate=100)
     keep = (vllm_drain, {"mode": "keep", "timeout": 0.3})
-    with host.gate.client("chat", tokens=300) as stream:
+    with host.gate.client("chat", tokens=900) as stream:
         stream.first()
         kill_after(host, owner, method, keep)
         assert host.chat.lease()["owner"] == OWNER
@@ -182,5 +182,5 @@ def test_killed_while_it_freezes_requests(world, owner, method):
         assert host.chat.busy() == 1
         assert not host.run(keep[0], check_mode=True, **keep[1])["changed"]
         host.done(vllm_drain, state="serving")
-        assert stream.rest() == (300, "length")
+        assert stream.rest() == (900, "length")
     assert serves(host.chat.seen())

@@ -153,6 +153,18 @@ def test_four_runs_with_a_golden_from_elsewhere(world, state):
         assert goldens(host) == {}
 
 
+def test_a_given_golden_that_the_engine_does_not_match_is_not_kept(world):
+    host = world()
+    given = record(host)["golden"]
+    (path,) = (host.root / "var/lib/vllm/goldens").iterdir()
+    path.unlink()
+    host.chat.set_fault("wrong_tokens")
+    for force in (False, True):
+        result = call(host, golden=[given], force=force)
+        assert "does not compute what golden" in result["msg"]
+        assert goldens(host) == {}
+
+
 def test_two_engines_of_one_key_share_a_golden_and_have_to_agree(world):
     host = world(engines=("chat", "code"))
     result = record(host, engines=["chat", "code"])

@@ -17,7 +17,7 @@ import typing as t
 import pytest
 
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.transition import Transition
-from ansible_collections.baremetal.vllm.plugins.modules import vllm_drain, vllm_engine
+from ansible_collections.baremetal.vllm.plugins.modules import vllm_drain, vllm_engine, vllm_golden
 from ansible_collections.baremetal.vllm.tests.unit.lifecycle.play import Killed, Play
 from ansible_collections.baremetal.vllm.tests.unit.lifecycle.world import wait_for
 
@@ -75,6 +75,11 @@ FAULTS = [
     Fault("coming", "http_500", "/wake_up", says="/wake_up"),
     Fault("coming", "http_lost", "/wake_up", says="gave no answer"),
     Fault("coming", "http_500", "/reset_prefix_cache", says="/reset_prefix_cache"),
+    # What it answers is wrong, which its golden shows.
+    Fault("coming", "garbage", says="golden"),
+    Fault("coming", "wrong_tokens", says="golden"),
+    Fault("coming", "reload_noop", says="golden", level=2),
+    Fault("coming", "reload_wrong", says="golden", level=2),
     # The run itself: ended after so many calls of modules, or by SIGKILL within a module after one of its steps.
     *(Fault("run", "ended after", calls, "killed") for calls in (1, 2)),
     *(Fault("run", "killed in", (module, step), "killed") for module, steps in KILLED_IN.items() for step in steps),
@@ -128,6 +133,8 @@ class Pair:
         ]
         for module, options in ((vllm_engine, {"state": "started"}), (vllm_drain, {"state": "serving"})):
             self.host.done(module, engine="chat", **options)
+        recorded = self.host.run_module(vllm_golden.main, engine="chat")  # of code as well, which has the same model
+        assert recorded["changed"], recorded
         self.weights: dict[str, str] = {}
         self.killer: tuple[str, str] | None = None
         self.watcher = Watcher(self.host)

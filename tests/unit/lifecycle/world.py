@@ -30,7 +30,14 @@ import pynvml
 import yaml
 from ansible.module_utils import basic
 
-from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import cli, config, observe, store, transition
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import (
+    cli,
+    config,
+    observe,
+    store,
+    transition,
+    unit,
+)
 from ansible_collections.baremetal.vllm.plugins.modules import vllm_info
 from ansible_collections.baremetal.vllm.tests.sim import model, weightcache
 from ansible_collections.baremetal.vllm.tests.sim.harness import (
@@ -614,4 +621,5 @@ def use(monkeypatch, host: World) -> None:
     # Time-outs that a busy machine does not reach; tests of silence set their own.
     monkeypatch.setattr(observe, "PROBE_TIMEOUT", 30.0)
     monkeypatch.setattr(transition, "CALL_TIMEOUT", 30.0)
+    monkeypatch.setattr(unit, "QUERY_TIMEOUT", 120.0)
     monkeypatch.setattr(transition, "QUIET_INTERVAL", 0.02)

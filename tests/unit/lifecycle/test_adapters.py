@@ -608,24 +608,26 @@ def test_a_start_loads_and_proves_what_is_declared(chat):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    ("spoil", "says", "ran"),
     [
-        (lambda chat: chat.write("sql", ""), "adapter 'sql' has no effect"),
-        (lambda chat: shutil.rmtree(chat.top / "sql"), "No such file"),
-        (lambda chat: chat.write("sql", "sql", rank=64), "has rank 64"),
-        (lambda chat: chat.host.change("etc/vllm/lifecycle/chat.json", traits={}), "is configured without LoRA"),
+        (lambda chat: chat.write("sql", ""), "adapter 'sql' has no effect", True),
+        (lambda chat: shutil.rmtree(chat.top / "sql"), "No such file", False),
+        (lambda chat: chat.write("sql", "sql", rank=64), "has rank 64", False),
+        (lambda chat: chat.host.change("etc/vllm/lifecycle/chat.json", traits={}), "is configured without LoRA", False),
         (
             lambda chat: (chat.host.root / "etc/vllm/engines/chat.env").write_text("VLLM_SERVER_DEV_MODE=1\n"),
             "does not set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+            False,
         ),
         (
             lambda chat: chat.chat.state_dir.joinpath("faults.json").write_text('{"lora_unlisted": true}'),
             "does not list",
+            True,
         ),
     ],
     ids=["zeros", "gone", "rank", "no LoRA", "no variable", "not listed"],
 )
-def test_a_start_without_its_adapters_fails(chat, spoil, says):
+def test_a_start_without_its_adapters_fails(chat, spoil, says, ran):
     chat = chat(doors=True, gate=True, declared=["sql"], start=False)
     spoil(chat)
     chat.host.gate.start()
@@ -633,6 +635,7 @@ def test_a_start_without_its_adapters_fails(chat, spoil, says):
     assert done.returncode != 0
     assert says in chat.host.systemd.journal(chat.chat.unit)
     assert chat.host.gate.stored("chat")["proved"] == "0"
+    assert (chat.chat.state_dir / "engine.json").exists() is ran, "what can be known is known before minutes of loading"
 
 
 def test_a_wake_proves_the_adapters_before_the_engine_serves(chat):

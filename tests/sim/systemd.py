@@ -469,7 +469,11 @@ def wait(unit: Unit, states: tuple[str, ...], substates: tuple[str, ...] = ()) -
 
 
 def reset_failed(unit: Unit, _block: bool) -> int:
-    if unit.state()["ActiveState"] == "failed":
+    state = unit.state()
+    if state["ActiveState"] == "inactive" and state["UnitFileState"] == "disabled":
+        # As measured: nothing refers to it, so systemd has not loaded it.
+        raise Usage(1, f"Failed to reset failed state of unit {unit.name}: Unit {unit.name} not loaded.")
+    if state["ActiveState"] == "failed":
         unit.update(ActiveState="inactive", SubState="dead", Result="success", NRestarts=0)
     return 0
 

@@ -300,3 +300,12 @@ def test_settle_waits_for_the_memory_of_the_last_start_and_names_who_keeps_it(ba
     assert command("settle", "chat")[0] == 0
     stop = json.loads((bare.root / "var/lib/vllm/chat/last_stop.json").read_text())
     assert (stop["service_result"], stop["main_pid"]) == ("signal", 1)
+
+
+def test_a_unit_that_systemd_has_not_loaded_has_no_failure_to_forget(world):
+    """Not enabled and not running: measured, systemctl reset-failed fails for it."""
+    host = world(start=False)
+    assert host.systemd.ctl("disable", host.chat.unit).returncode == 0
+    assert host.systemd.ctl("reset-failed", host.chat.unit).returncode == 1
+    assert host.done(vllm_engine, state="started")["changed"]
+    assert host.chat.active() == "active"

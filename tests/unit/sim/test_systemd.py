@@ -97,6 +97,15 @@ def test_a_unit_that_fails_to_start(systemd):
     assert systemd.show(UNIT)["ActiveState"] == "inactive"
 
 
+def test_a_unit_that_is_neither_enabled_nor_running_is_not_loaded(systemd):
+    systemd.add(UNIT, ExecStart="sleep 1000")
+    assert systemd.ctl("reset-failed", UNIT).returncode == 0
+    systemd.ctl("disable", UNIT)
+    answer = systemd.ctl("reset-failed", UNIT)
+    assert answer.returncode == 1
+    assert answer.stderr.strip() == f"Failed to reset failed state of unit {UNIT}: Unit {UNIT} not loaded."
+
+
 def test_a_main_process_that_dies_is_restarted_up_to_the_limit(systemd):
     systemd.add(UNIT, ExecStart="sh -c 'exit 1'", Restart="on-failure", RestartSec=0, StartLimitBurst=3)
     systemd.ctl("start", "--no-block", UNIT)

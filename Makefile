@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV := $(CURDIR)/.venv/bin
 FLOOR := $(CURDIR)/.venv-2.16/bin
 IN_VENV := PATH="$(VENV):$$PATH"
-MOLECULE := molecule test --all
+MOLECULE := molecule test --scenario-name rolling
 SHELL_SCRIPTS = $(shell git ls-files --cached --others --exclude-standard | xargs -r grep --files-with-matches --no-messages --max-count=1 --extended-regexp '^\#!(/usr)?/bin/(env )?(ba)?sh')
 
 .PHONY: help deps lint sanity unit sim-conformance integration molecule test demo lock clean
@@ -47,7 +47,7 @@ sim-conformance: deps ## replay what real engines answered against the simulator
 integration: deps ## tests against real parts
 	@echo "== integration tests"; $(IN_VENV) python -m pytest tests/integration
 
-molecule: deps ## the scenarios on the lab: rolling, switching
+molecule: deps ## the rolling scenario on the lab
 	@echo "== molecule"; $(IN_VENV) $(MOLECULE)
 
 test: lint sanity unit sim-conformance integration molecule ## all of the above

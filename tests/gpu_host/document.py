@@ -1,0 +1,59 @@
+"""Makes docs/measured.md from a GPU report: document.py docs/measured/gpu-report.json >docs/measured.md"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+HEAD = """\
+# Measured on a GPU
+
+What this collection did on real vLLM {vllm} on one {gpu} (driver {driver}, {cores} cores, {systemd}),
+seen by other signals than its own: GPU memory by NVML, the engine's metrics, what it answers, what systemd says.
+Written by `tests/gpu_host/document.py` from [measured/gpu-report.json](measured/gpu-report.json), which has every
+number; `tests/gpu_host/README.md` says how to make such a report.
+
+*Task* is the whole Ansible task on the host itself, {start:.1f} s of which are the start of a module; *engine* is what
+the engine says that its own operation took; GPU memory is that of the whole device, in MiB, before and after.
+
+| transition | task, s | engine, s | MiB before | MiB after | |
+|---|---|---|---|---|---|
+"""
+
+
+def cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}" if isinstance(value, float) else f"{value:,}".replace(",", " ")
+
+
+def host_memory(report: dict) -> list[str]:
+    rows = []
+    for one in report["transitions"]:
+        if (taken := one.get("rss_change_mib") or 0) > 0:
+            numbers = [one["weights_mib"], taken, -one["available_change_mib"], round(taken / one["weights_mib"], 2)]
+            rows.append(f"| {one['transition']} | {' | '.join(map(cell, numbers))} |")
+    head = "| | weights, MiB | resident in its processes | gone from the available | per MiB of weights |"
+    return ["## Host memory of a first sleep at level 1", "", head, "|---|---|---|---|---|", *rows, ""]
+
+
+def document(report: dict) -> str:
+    lines = []
+    for one in report["transitions"]:
+        numbers = [one["task_seconds"], one["engine_seconds"], one["gpu_mib_before"], one["gpu_mib_after"]]
+        verdict = one["verdict"] + (f" [{one['note']}]" if "note" in one else "")
+        lines.append(f"| {one['transition']} | {' | '.join(map(cell, numbers))} | {verdict} |")
+    notes = [f"{number}. {text}" for number, text in enumerate(report.get("notes", []), 1)]
+    limits = [f"- {text}" for text in report.get("limits", [])]
+    sections = [
+        HEAD.format(**report["machine"]) + "\n".join(lines),
+        "\n".join(host_memory(report)).rstrip(),
+        "\n".join(["## Notes", "", *notes]),
+        "\n".join(["## What this does not show", "", *limits]),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    sys.stdout.write(document(json.loads(Path(sys.argv[1]).read_text())))

@@ -51,6 +51,7 @@ class Job:
         else:
             prompt = body.get("prompt", "")
         self.prompt = prompt if isinstance(prompt, str) else json.dumps(prompt)
+        self.salt = str(body.get("cache_salt") or "")
         flat = isinstance(prompt, list) and all(isinstance(item, int) for item in prompt)
         self.prompt_ids = prompt if flat else model.encode(self.prompt)
         room = options.max_model_len - len(self.prompt_ids)
@@ -194,7 +195,7 @@ async def answer(api: Api, request: Request) -> Response | Stream:
     if isinstance(job, Response):
         return job
     core = min(api.cores, key=lambda one: len(one.running) + len(one.waiting))
-    sequence = Sequence(job.prompt, job.prompt_ids, job.max_tokens, api.loras.get(job.model))
+    sequence = Sequence(job.prompt, job.prompt_ids, job.max_tokens, api.loras.get(job.model), job.salt)
     try:
         core.add(sequence)
         api.load += 1

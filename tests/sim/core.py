@@ -43,7 +43,7 @@ class Sequence:
     numbers = itertools.count()
 
     def __init__(
-        self, prompt: str, prompt_ids: list[int], max_tokens: int, adapter: lora.Adapter | None = None
+        self, prompt: str, prompt_ids: list[int], max_tokens: int, adapter: lora.Adapter | None = None, salt: str = ""
     ) -> None:
         self.adapter = adapter
         self.computed_by = ""  # base and adapter, once it runs
@@ -54,6 +54,8 @@ class Sequence:
         self.made = 0
         self.owed = 0.0
         self.pools = False  # owes an embedding or a score, and no tokens
+        self.cached_as = f"{salt}|{prompt}"
+        self.cached = False
         self.garbled = False
         self.news: asyncio.Queue[list[model.Token] | str] = asyncio.Queue()
 
@@ -179,8 +181,9 @@ class Core:
         while self.pause is None and self.waiting and len(self.running) < self.options.max_num_seqs and not stuck:
             sequence = self.waiting.pop(0)
             self.prompted += len(sequence.prompt_ids)
-            sequence.garbled = sequence.prompt in self.stale
-            self.remembered.add(sequence.prompt)
+            sequence.garbled = sequence.cached_as in self.stale
+            sequence.cached = sequence.cached_as in self.remembered
+            self.remembered.add(sequence.cached_as)
             if not self.apply_adapter(sequence):
                 return
             self.running.append(sequence)
@@ -241,6 +244,12 @@ class Core:
         if flip == position:
             made = model.flipped(made)
         off = self.faults.number("logprobs_off", 0.5)
+        rounds = self.faults.number("prefix_rounds", 8)
+        if rounds == position:
+            made = made._replace(margin=0.02)
+        if rounds is not None and sequence.cached:
+            off = (off or 0) + 0.15
+            made = model.flipped(made) if rounds == position else made
         return made if off is None else made._replace(logprob=round(made.logprob - off, 4))
 
     def finish(self, sequence: Sequence, reason: str, counted: bool = True) -> None:

@@ -154,8 +154,8 @@ def _structured(prompt: dict[str, t.Any], kind: str) -> Question:
     raise ValueError("a mapping as a prompt has messages alone, or query and documents")
 
 
-def body(asked: Question, model: str, max_tokens: int, grade: int | None) -> dict[str, t.Any]:
-    """What is posted to PATHS[asked.kind]."""
+def body(asked: Question, model: str, max_tokens: int, grade: int | None, salt: str = "") -> dict[str, t.Any]:
+    """What is posted to PATHS[asked.kind]. Generated text shares prefix cache only with requests of the same salt."""
     if asked.kind in GENERATES:
         value: dict[str, t.Any] = {
             "model": model,
@@ -165,6 +165,8 @@ def body(asked: Question, model: str, max_tokens: int, grade: int | None) -> dic
             "ignore_eos": True,
             "return_token_ids": True,
         }
+        if salt:
+            value["cache_salt"] = salt
         if grade is not None:
             value["return_tokens_as_token_ids"] = True
         if asked.kind == "chat":

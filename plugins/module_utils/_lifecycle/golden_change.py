@@ -267,8 +267,11 @@ class _Job:
         begun = time.monotonic()
         model = self.subject.served_model
         grades = GRADES if kind in GENERATES else (None,)
-        first, grade = golden.ask_all(self.client, asked, model, most, grades, self.deadline)
-        second, _grade = golden.ask_all(self.client, asked, model, most, (grade,), self.deadline)
+        salts = [[golden.new_salt()] * len(asked) for _unused in range(2)]
+        first, grade = golden.ask_all(self.client, asked, model, most, grades, self.deadline, salts[0])
+        second, _grade = golden.ask_all(self.client, asked, model, most, (grade,), self.deadline, salts[1])
+        if kind in GENERATES:  # for the prefix cache alone, see golden.check
+            golden.ask_all(self.client, asked[:1], model, most, (grade,), self.deadline, [self.subject.key])
         self.timings["ask"] = round(self.timings.get("ask", 0.0) + time.monotonic() - begun, 3)
         tolerances = replace(known.tolerance if known else Tolerance(), **self._tolerances())
         self._must_agree(first, second, tolerances)

@@ -85,6 +85,21 @@ def test_two_tokens_that_are_as_likely_as_each_other(tmp_path):
         assert flipped[2:] != ids[2:], "what follows another token is another text"
 
 
+def test_what_comes_from_the_prefix_cache_is_rounded_otherwise(tmp_path):
+    with sim_engine(tmp_path) as engine:
+        engine.set_fault("prefix_rounds", 2)
+
+        def ask(**more):
+            choice = engine.request("POST", "/v1/completions", {**BY_ID, **more}).json["choices"][0]
+            return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+        (ids, computed), (others, cached) = ask(), ask()
+        assert [one == other for one, other in zip(ids, others)] == [True, True, False, True]
+        assert math.isclose(computed[0] - cached[0], 0.15)
+        assert ask(cache_salt="a") == ask(cache_salt="b") == (ids, computed), "a salt that no cached block has"
+        assert ask(cache_salt="a") == (others, cached)
+
+
 def test_routes_by_what_the_engine_is_for(tmp_path):
     scores = ["/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"]
     for name in "123":

@@ -59,9 +59,10 @@ def gate_state(admission="open", proved=True, up=True, sessions=0):
 
 
 def lease(owner=OURS, purpose="restarted", restore="open", run="r1"):
+    """One that holds for as long as the tests run: tables of cases are made when they are collected."""
     now = time.time()
     return Lease(
-        owner=owner, reason="", run=run, purpose=purpose, restore=restore, since=now - 10, expires=now + 100, steps=[]
+        owner=owner, reason="", run=run, purpose=purpose, restore=restore, since=now - 10, expires=now + 86400, steps=[]
     )
 
 

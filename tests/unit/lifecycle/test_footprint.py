@@ -13,7 +13,7 @@ from ansible_collections.baremetal.vllm.plugins.modules import vllm_engine, vllm
 from ansible_collections.baremetal.vllm.tests.unit.lifecycle.world import AWAKE_MIB, OWNER, RESIDUE_MIB
 
 WEIGHTS = 13294
-COPY = 17947  # of these weights, with the third that pinned memory takes more
+COPY = 18612  # of these weights, with the two fifths that pinned memory takes more
 
 
 def test_the_size_of_the_weights_is_the_sum_of_what_the_ranks_say():
@@ -99,7 +99,7 @@ def test_the_door_records_what_the_engine_says_of_its_weights(world):
     host = world(gpus=1, doors=True)
     record = json.loads((host.root / "var/lib/vllm/chat/ready.json").read_text())
     assert abs(record["weights_mib"] - WEIGHTS) < 11
-    assert host.info()["host_copy_mib"] == round(record["weights_mib"] * 1.35)
+    assert host.info()["host_copy_mib"] == round(record["weights_mib"] * 1.4)
 
 
 def test_two_sleeps_at_once_do_not_count_on_the_same_memory(world):

@@ -7,7 +7,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from ansible.parsing.dataloader import DataLoader
-from ansible.plugins.loader import init_plugin_loader
 from ansible.template import Templar
 
 try:
@@ -32,7 +31,6 @@ FILES = {
     ]
     for role in ("vllm_engine", "vllm_preload")
 }
-init_plugin_loader()
 TEXT = trust_as_template if trust_as_template else str
 TEMPLAR = Templar(loader=DataLoader(), variables={})
 

@@ -5,11 +5,16 @@
 
 from __future__ import annotations
 
+import datetime
 import typing as t
 
 # Steps of a drain, whose time is the requests' and the router's, not ours.
 DRAIN_STEPS = ("withdraw", "await_router", "await_idle", "close", "await_closed", "pause")
-STATUS = "%-16s %-12s %-10s %8s %7s %-10s %-28s %s"
+STATUS = "%-16s %-12s %-11s %-12s %-9s %-8s %8s %8s %8s %8s %-26s %-26s %s"
+HEAD = (
+    *("HOST", "ENGINE", "STATE", "SINCE (UTC)", "VERSION", "WEIGHTS", "GPU_MIB", "HOST_MIB", "REQUESTS", "SESSIONS"),
+    *("LEASE", "LAST", "NOTE"),
+)
 
 
 def vllm_gates(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) -> dict[str, str]:
@@ -75,35 +80,67 @@ def _notes(engine: t.Mapping[str, t.Any]) -> list[str]:
     return notes
 
 
+def _requests(engine: t.Mapping[str, t.Any]) -> int | str:
+    """Running and waiting, of all ranks; "?" where an engine that runs does not say."""
+    metrics = (engine["api"] or {}).get("metrics") or {}
+    counts = [metrics.get("running"), metrics.get("waiting")]
+    return "?" if None in counts else sum(sum(count.values()) for count in counts if count)
+
+
+def _gpu_mib(engine: t.Mapping[str, t.Any]) -> int | str:
+    """What its processes hold on all devices; "?" where NVML does not say, "-" without a GPU."""
+    if not engine["gpus"]:
+        return "-"
+    if not engine["unit"]:
+        return "?"
+    pids = {str(pid) for pid in engine["unit"]["pids"]}
+    held = [mib for gpu in engine["gpus"] for pid, mib in gpu["processes"].items() if str(pid) in pids]
+    return "?" if None in held else sum(held)
+
+
+def _since(engine: t.Mapping[str, t.Any]) -> str:
+    """When its process was proved, or when its last change ended or, with a lease, began: the latest of these."""
+    times = [(engine[key] or {}).get(field) for key, field in (("started", "at"), ("last", "at"), ("lease", "since"))]
+    known = [one for one in times if one]
+    if not known:
+        return "-"
+    return datetime.datetime.fromtimestamp(max(known), datetime.timezone.utc).strftime("%m-%d %H:%M")
+
+
+def _version(engine: t.Mapping[str, t.Any]) -> str:
+    """What the process says it is, or else what is configured."""
+    return str((engine["api"] or {}).get("version") or engine["runtime_version"]).partition("+")[0]
+
+
+def _status_row(host: str, name: str, engine: t.Mapping[str, t.Any]) -> tuple[t.Any, ...]:
+    lease, last = engine["lease"], engine["last"]
+    return (
+        host,
+        name,
+        engine["state"] + ("" if engine["level"] is None else f" {engine['level']}"),
+        _since(engine),
+        _version(engine),
+        engine["weights_digest"].rpartition(":")[2][:8] or "-",
+        _gpu_mib(engine),
+        (engine["memory"] or {}).get("rss_mib", "-"),
+        _requests(engine),
+        engine["gate"]["sessions"] if engine["gate"] else "?" if engine["has_gate"] else "-",
+        f"{lease['owner']} {lease['run']}{' (expired)' if lease['expired'] else ''}".strip() if lease else "-",
+        f"{last.get('wanted')} {last.get('run') or last.get('owner') or ''}".strip() if last else "-",
+        "; ".join(_notes(engine)),
+    )
+
+
 def vllm_status_rows(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) -> list[str]:
     """The fleet as a table, one line for each engine; a host that cannot say is a line, too."""
-    lines = [STATUS % ("HOST", "ENGINE", "STATE", "REQUESTS", "BOOT_S", "RUNTIME", "LEASE", "NOTE")]
+    lines = [STATUS % HEAD]
     for host in hosts:
         seen = hostvars[host].get("__vllm_status_seen") or {"unreachable": True, "msg": "it was not asked"}
         if seen.get("unreachable") or seen.get("failed"):
             state = "unreachable" if seen.get("unreachable") else "unknown"
             why = str(seen.get("msg") or "").strip().splitlines() or [""]
-            lines.append(STATUS % (host, "-", state, "-", "-", "-", "-", why[0]))
-        for name, engine in sorted((seen.get("engines") or {}).items()):
-            metrics = (engine["api"] or {}).get("metrics") or {}
-            counts = [metrics.get("running"), metrics.get("waiting")]
-            busy = "?" if None in counts else sum(sum(count.values()) for count in counts if count)
-            level = "" if engine["level"] is None else f" {engine['level']}"
-            lease = engine["lease"]
-            notes = _notes(engine)
-            lines.append(
-                STATUS
-                % (
-                    host,
-                    name,
-                    engine["state"] + level,
-                    busy,
-                    (engine["started"] or {}).get("boot_s", "-"),
-                    engine["runtime_version"],
-                    f"{lease['owner']} {lease['run']}{' (expired)' if lease['expired'] else ''}" if lease else "-",
-                    "; ".join(notes),
-                )
-            )
+            lines.append(STATUS % (host, "-", state, *["-"] * 9, why[0]))
+        lines += [STATUS % _status_row(host, *one) for one in sorted((seen.get("engines") or {}).items())]
     return [line.rstrip() for line in lines]
 
 

@@ -31,13 +31,22 @@ def test_hosts_without_engines_have_no_gates():
 
 
 def seen(**changes):
+    """What vllm_info says of an engine, as far as the table needs it; the real thing is in the lab's tests."""
+    gpu = {"uuid": "GPU-1", "processes": {"11": 1000, "12": 300, "77": 5000}}
     engine = {
         "state": "serving",
         "level": None,
         "reasons": [],
-        "api": {"metrics": {"running": {"0": 2, "1": 1}, "waiting": {"0": 0}}},
-        "started": {"boot_s": 21.5},
-        "runtime_version": "0.32.0",
+        "unit": {"pids": [10, 11, 12]},
+        "api": {"version": "0.32.0+cpu", "metrics": {"running": {"0": 2, "1": 1}, "waiting": {"0": 0}}},
+        "gate": {"sessions": 4},
+        "has_gate": True,
+        "gpus": [gpu],
+        "memory": {"rss_mib": 3300},
+        "started": {"boot_s": 21.5, "at": 1764460000.0},
+        "last": {"wanted": "restarted", "run": "roll-1", "owner": "rolling_restart", "at": 1764460100.0},
+        "runtime_version": "0.31.0",
+        "weights_digest": "sha256:4f1c0a9b3d2e5f60",
         "lease": None,
         "stale": False,
     }
@@ -64,8 +73,12 @@ def test_the_report_of_a_roll_says_where_the_seconds_went():
     }  # fmt: skip
 
 
+def table(**engines):
+    return fleet.vllm_status_rows(["e1"], {"e1": {"__vllm_status_seen": {"engines": engines}}})
+
+
 def test_the_table_has_a_line_for_each_engine_and_for_each_silent_host():
-    lease = {"owner": "me", "run": "r1", "expired": True}
+    lease = {"owner": "me", "run": "r1", "expired": True, "since": 1764470000.0}
     hostvars = {
         "e1": {"__vllm_status_seen": {"engines": {"chat": seen(), "code": seen(state="asleep", level=1, lease=lease)}}},
         "e2": {"__vllm_status_seen": {"unreachable": True, "msg": "no route\nat all"}},
@@ -74,12 +87,39 @@ def test_the_table_has_a_line_for_each_engine_and_for_each_silent_host():
     }
     lines = fleet.vllm_status_rows(["e1", "e2", "e3", "e4"], hostvars)
     assert len(lines) == 6
-    assert lines[1].split() == ["e1", "chat", "serving", "3", "21.5", "0.32.0", "-"]
+    words = ["e1", "chat", "serving", "11-29", "23:48", "0.32.0", "4f1c0a9b", "1300", "3300", "3", "4", "-"]
+    assert lines[1].split() == [*words, "restarted", "roll-1"]
     assert "asleep 1" in lines[2]
+    assert "11-30 02:33" in lines[2], "since its lease began"
     assert "me r1 (expired)" in lines[2]
-    assert lines[3].split() == ["e2", "-", "unreachable", "-", "-", "-", "-", "no", "route"]
+    assert lines[3].split() == ["e2", "-", "unreachable", *["-"] * 9, "no", "route"]
     assert lines[4].endswith("httpx is missing")
     assert "it was not asked" in lines[5]
+    assert lines[0].index("LAST") == lines[1].index("restarted") == lines[2].index("restarted")
+
+
+@pytest.mark.parametrize(
+    ("changes", "column", "says"),
+    [
+        ({"api": None}, 5, "0.31.0"),
+        ({"api": None}, 9, "?"),
+        ({"api": {"version": "0.32.0", "metrics": None}}, 9, "?"),
+        ({"gate": None}, 10, "?"),
+        ({"gate": None, "has_gate": False}, 10, "-"),
+        ({"gpus": None}, 7, "-"),
+        ({"gpus": [{"uuid": "GPU-1", "processes": {"11": None, "12": 5}}]}, 7, "?"),
+        ({"unit": None}, 7, "?"),
+        ({"memory": None}, 8, "-"),
+        ({"weights_digest": ""}, 6, "-"),
+        ({"last": None}, 12, "-"),
+    ],
+)
+def test_what_was_not_seen_is_never_a_number(changes, column, says):
+    assert table(chat=seen(**changes))[1].split()[column] == says
+
+
+def test_an_engine_of_which_nothing_is_on_record_has_no_date():
+    assert table(chat=seen(started=None, last=None))[1].split()[3] == "-"
 
 
 def test_the_table_says_what_is_due():
@@ -91,8 +131,7 @@ def test_the_table_says_what_is_due():
         "why": ["daemon lost; scheduled for the next restart"],
     }
     engine = {**seen(), "leak": "after 9 sleeps it holds more", "preload": preload}
-    lines = fleet.vllm_status_rows(["e1"], {"e1": {"__vllm_status_seen": {"engines": {"chat": engine}}}})
-    assert lines[1].endswith(
+    assert table(chat=engine)[1].endswith(
         "after 9 sleeps it holds more: restart due; weights from preload_zero_copy, preload daemon base lost, "
         "next start cold; daemon lost; scheduled for the next restart"
     )

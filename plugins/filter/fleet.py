@@ -144,6 +144,30 @@ def vllm_status_rows(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) ->
     return [line.rstrip() for line in lines]
 
 
+def vllm_evidence(seen: t.Mapping[str, t.Any]) -> str:
+    """What a host shows after a failure: for each engine its state, its unit, who holds the GPUs, its journal's end."""
+    lines = [] if seen.get("engines") else [f"Nothing more is known of it: {seen.get('msg') or 'it did not answer'}"]
+    for name, engine in sorted((seen.get("engines") or {}).items()):
+        lines.append(f"{name} is {engine['state']}" + "".join(f"; {reason}" for reason in engine["reasons"]))
+        unit = engine["unit"]
+        if unit:
+            lines.append(
+                f"  unit: {unit['active_state']}/{unit['sub_state']}, result {unit['result']}, "
+                f"{unit['n_restarts']} restart(s) by itself, main process {unit['main_pid']}"
+            )
+        own = unit["pids"] if unit else []
+        for gpu in engine["gpus"] or []:
+            held = [
+                f"process {pid}{' (its own)' if int(pid) in own else ''} {'?' if mib is None else mib} MiB"
+                for pid, mib in gpu["processes"].items()
+            ]
+            used = f"{gpu['used_mib']} of {gpu['total_mib']} MiB used"
+            lines.append(f"  GPU {gpu['uuid']}: {used}; {', '.join(held) or 'no process'}")
+        lines += [f"  unseen: {signal}: {why}" for signal, why in engine["unseen"].items()]
+        lines += ["  end of its journal:", *(f"    {line}" for line in engine["journal"])]
+    return "\n".join(lines)
+
+
 def vllm_abandoned(engines: t.Mapping[str, t.Any]) -> list[dict[str, t.Any]]:
     """The engines of vllm_info that are out of service, and that no valid lease holds there."""
     return [
@@ -165,6 +189,7 @@ class FilterModule:
     def filters(self) -> dict[str, t.Callable[..., t.Any]]:
         return {
             "vllm_abandoned": vllm_abandoned,
+            "vllm_evidence": vllm_evidence,
             "vllm_gates": vllm_gates,
             "vllm_roll_rows": vllm_roll_rows,
             "vllm_status_rows": vllm_status_rows,

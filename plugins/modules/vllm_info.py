@@ -32,6 +32,11 @@ options:
   engine:
     description:
       - The name of one engine. Without it and O(engines), all engines of the host.
+  journal:
+    description:
+      - How many of the last lines of each unit's journal to return, in C(journal).
+    type: int
+    default: 0
 """
 
 EXAMPLES = r"""
@@ -59,6 +64,7 @@ engines:
       its files as they were when it was loaded (empty where somebody else loaded it) and whether it is C(proved).
       C(loaded) is null where the engine was not seen. C(left) says of each declared adapter that is not there as
       declared why; changed files are seen where that takes no time.
+    - C(journal) has the last lines of the unit's journal, as many as O(journal) asks for.
   returned: success
   type: dict
   sample: {"chat": {"state": "serving", "reasons": [], "unseen": {"gpu": "NVML: Driver Not Loaded"}}}
@@ -70,12 +76,23 @@ from ansible_collections.baremetal.vllm.plugins.module_utils._glue import ENGINE
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import config
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.errors import LifecycleError
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.observe import observe
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.unit import Unit
 
 
 def main() -> None:
-    module = AnsibleModule(argument_spec=ENGINES, supports_check_mode=True, mutually_exclusive=[("engine", "engines")])
+    module = AnsibleModule(
+        argument_spec={**ENGINES, "journal": {"type": "int", "default": 0}},
+        supports_check_mode=True,
+        mutually_exclusive=[("engine", "engines")],
+    )
+    lines = module.params["journal"]
+    if lines < 0:
+        module.fail_json(msg=f"journal is {lines}; it is a number of lines", changed=False)
+    seen = {}
     try:
-        seen = {name: observe(config.load(name)).asdict() for name in chosen_engines(module, every=True)}
+        for name in chosen_engines(module, every=True):
+            engine = config.load(name)
+            seen[name] = {**observe(engine).asdict(), "journal": Unit(engine.unit).journal(lines) if lines else []}
     except LifecycleError as exc:
         fail(module, exc)
     module.exit_json(changed=False, engines=seen)

@@ -291,6 +291,23 @@ def test_a_roll_stops_at_an_engine_that_never_gets_ready_and_goes_on_from_there(
     assert fleet.main_pid("e3") != before["e3"]
 
 
+def test_a_roll_may_leave_as_many_behind_as_it_is_told(fleet):
+    before = {host: fleet.main_pid(host) for host in fleet.engines}
+    fleet.ssh("e1", "mv /etc/vllm/engines/chat.yaml /root/")
+    try:
+        output = fleet.play("rolling_restart.yml", rc=2, vllm_roll_max_failed=1)
+    finally:
+        fleet.ssh("e1", "cp -a /root/chat.yaml /etc/vllm/engines/")
+    assert "1 of at most 1 host(s) have failed: the roll goes on without them." in " ".join(output.split())
+    assert "unit: " in output, "the evidence is in the message"
+    assert all(fleet.main_pid(host) != before[host] for host in ("e2", "e3"))
+    assert [fleet.ready(host) for host in fleet.engines] == [503, 200, 200]
+    run = fleet.lease("e1")["run"]
+    after = {host: fleet.main_pid(host) for host in ("e2", "e3")}
+    assert run in fleet.play("rolling_restart.yml")
+    assert {host: fleet.main_pid(host) for host in ("e2", "e3")} == after, "the finished ones are left alone"
+
+
 def test_a_host_that_dies_in_mid_roll_stops_it_and_is_picked_up_again(fleet):
     before = {host: fleet.main_pid(host) for host in fleet.engines}
     roll = fleet.begin("rolling_restart.yml", vllm_roll_connect_timeout=5)

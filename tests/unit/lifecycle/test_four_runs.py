@@ -200,6 +200,11 @@ def test_info_changes_nothing_and_sees_every_engine(world):
             "chat": "serving",
             "code": "serving",
         }
+    assert all(seen["journal"] == [] for seen in result["engines"].values())
+    last = host.run_module(vllm_info.main, engine="chat", journal=3)["engines"]["chat"]["journal"]
+    assert len(last) == 3
+    assert last == host.systemd.journal(host.chat.unit).splitlines()[-3:]
+    assert "it is a number of lines" in host.run_module(vllm_info.main, journal=-1)["msg"]
     assert host.files() == files
     assert cost(host) == []
 

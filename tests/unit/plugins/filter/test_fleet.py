@@ -150,3 +150,36 @@ def test_the_table_says_what_is_due():
 )
 def test_abandoned_is_out_of_service_without_a_valid_lease(engine, abandoned):
     assert [found["engine"] for found in fleet.vllm_abandoned({"chat": engine})] == (["chat"] if abandoned else [])
+
+
+def test_the_evidence_of_a_failure_names_unit_processes_and_last_words():
+    unit = {"active_state": "active", "sub_state": "running", "result": "success", "n_restarts": 2, "main_pid": 10}
+    engine = seen(
+        state="unknown",
+        reasons=["/health gave no answer"],
+        unit={**unit, "pids": [10, 11]},
+        gpus=[{"uuid": "GPU-1", "used_mib": 1300, "total_mib": 5000, "processes": {"11": 1000, "77": None}}],
+        unseen={"api.healthy": "no answer within 5 s"},
+        journal=["INFO one", "ERROR two"],
+    )
+    assert fleet.vllm_evidence({"engines": {"chat": engine}}).splitlines() == [
+        "chat is unknown; /health gave no answer",
+        "  unit: active/running, result success, 2 restart(s) by itself, main process 10",
+        "  GPU GPU-1: 1300 of 5000 MiB used; process 11 (its own) 1000 MiB, process 77 ? MiB",
+        "  unseen: api.healthy: no answer within 5 s",
+        "  end of its journal:",
+        "    INFO one",
+        "    ERROR two",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("failed", "says"),
+    [
+        ({"failed": True, "msg": "httpx is missing"}, "httpx is missing"),
+        ({"unreachable": True, "msg": "no route"}, "no route"),
+        ({}, "it did not answer"),
+    ],
+)
+def test_a_host_that_shows_nothing_is_told(failed, says):
+    assert fleet.vllm_evidence(failed) == f"Nothing more is known of it: {says}"

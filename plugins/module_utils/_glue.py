@@ -81,6 +81,7 @@ def run_change(module: AnsibleModule, state: str) -> t.NoReturn:
         on_failure=params.get("on_failure", "fail"),
         on_mismatch=params.get("on_mismatch", "fail"),
         tags=tuple(params.get("tags") or ()),
+        min_speed_ratio=params.get("min_speed_ratio") or 0.0,
     )
     _refuse_bad_numbers(module)
     try:

@@ -57,6 +57,13 @@ options:
     type: str
     choices: [fail, rollback]
     default: fail
+  min_speed_ratio:
+    description:
+      - The share of the speed with the configuration before that a start has to reach, such as V(0.7). Less is a
+        failure of the start, see O(on_failure). V(0) asks for none.
+      - Each start is timed with its warm-up. Speeds are compared where both starts had the same one.
+    type: float
+    default: 0.0
 seealso:
   - module: baremetal.vllm.vllm_drain
 """
@@ -114,12 +121,21 @@ went_back_to:
   returned: when it went back
   type: dict
   sample: {"name": "proved", "config_digest": "9c56", "runtime_version": "0.32.0"}
+speed:
+  description:
+    - What was compared for O(min_speed_ratio), C(tokens_per_s) and C(before), in tokens a second; or C(why) nothing
+      was.
+  returned: when the engine was started with O(min_speed_ratio)
+  type: dict
+  sample: {"tokens_per_s": 181.0, "before": 176.4}
 requests_cut:
   description: Requests that O(mode=abort) cut.
   returned: when requests were cut
   type: int
 started:
-  description: The record of the start, with C(main_pid), C(boot_s) until it served, C(warm_s) for its warm-up.
+  description:
+    - The record of the start, with C(main_pid), C(boot_s) until it served, C(warm_s) for its warm-up, and C(speed) with
+      the C(tokens_per_s) of the warmed engine.
   returned: when the unit was started
   type: dict
   sample: {"main_pid": 812, "boot_s": 58.2, "warm_s": 1.1}
@@ -168,12 +184,15 @@ def main() -> None:
             "state": {"type": "str", "choices": ["started", "stopped", "restarted", "rolled_back"], "required": True},
             "mode": {"type": "str", "choices": ["wait", "abort"], "default": "wait"},
             "on_failure": {"type": "str", "choices": ["fail", "rollback"], "default": "fail"},
+            "min_speed_ratio": {"type": "float", "default": 0.0},
         },
         supports_check_mode=True,
         **ONE_OR_MORE,
     )
     if module.params["state"] == "rolled_back" and not module.params["run"]:
         module.fail_json(msg="state rolled_back needs run, a name for this change: it is made once", changed=False)
+    if not 0 <= module.params["min_speed_ratio"] < 10:
+        module.fail_json(msg="min_speed_ratio is a share, from 0 to 10", changed=False)
     run_change(module, module.params["state"])
 
 

@@ -29,6 +29,11 @@ ROUTES = {
     "reload": "/collective_rpc",
     "lora_update": "/v1/load_lora_adapter",
 }
+# Histograms of all that the engine has served, and our names for them.
+LATENCIES = {
+    "vllm:time_to_first_token_seconds": "first_token",
+    "vllm:request_time_per_output_token_seconds": "per_token",
+}
 _SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 
@@ -44,6 +49,8 @@ class Metrics:
     sleep_operations: int | None = None
     tokens: int | None = None
     finished: dict[str, int] = field(default_factory=dict)
+    # Seconds and numbers of what the engine has timed since its start, by name; see LATENCIES.
+    latencies: dict[str, tuple[float, int]] = field(default_factory=dict)
     # Names of LoRA adapters with requests when the engine's scheduler last ran; of one engine index only.
     busy_adapters: list[str] | None = None
 
@@ -69,6 +76,8 @@ def parse_metrics(text: str) -> Metrics:
     deferred: int | None = None
     operations: int | None = None
     busy: tuple[float, list[str]] | None = None
+    sums: dict[str, float] = {}
+    counts: dict[str, int] = {}
     for line in text.splitlines():
         match = _SAMPLE.match(line)
         if line.startswith("#") or not match:
@@ -94,6 +103,10 @@ def parse_metrics(text: str) -> Metrics:
             finished[reason] = finished.get(reason, 0) + _count(name, value)
         elif name == "vllm:generation_tokens_total":
             tokens = (tokens or 0) + _count(name, value)
+        elif name.endswith("_sum") and (latency := LATENCIES.get(name[: -len("_sum")])):
+            sums[latency] = sums.get(latency, 0.0) + _number(name, value)
+        elif name.endswith("_count") and (latency := LATENCIES.get(name[: -len("_count")])):
+            counts[latency] = counts.get(latency, 0) + _count(name, value)
         elif name == "vllm:lora_requests_info":
             # Every set of names stays listed for ever; the value is the time when it was the present one.
             both = f"{labels.get('running_lora_adapters', '')},{labels.get('waiting_lora_adapters', '')}"
@@ -109,6 +122,7 @@ def parse_metrics(text: str) -> Metrics:
         sleep_operations=operations,
         tokens=tokens,
         finished=finished,
+        latencies={latency: (sums[latency], counts[latency]) for latency in sums if latency in counts},
         busy_adapters=busy[1] if busy else None,
     )
 

@@ -91,6 +91,14 @@ class Gate:
             total=_number(backend, "stot"),
         )
 
+    def answered(self) -> tuple[int, int]:
+        """Requests that the running worker ever sent to the engine, and how many of them ended in a 5xx.
+
+        :raises GateDown: no answer.
+        """
+        backend = self._stat(CURRENT).get("BACKEND", {})
+        return _number(backend, "stot"), _number(backend, "hrsp_5xx")
+
     def set(self, key: str, value: str) -> None:
         """Write to the file first, which a reload or restart reads, then to the running gate, and look.
 

@@ -56,11 +56,15 @@ def put_aside(engine: EngineConfig, report: t.Callable[[str], None]) -> None:
     store.write_json(directory / "meta.json", {**meta, "runtime": runtime})
 
 
-def promote(engine: EngineConfig) -> None:
-    """The start whose candidate was put aside is proved."""
+def promote(engine: EngineConfig, speed: t.Mapping[str, t.Any] | None = None) -> None:
+    """The start whose candidate was put aside is proved.
+
+    :param speed: how fast it was found to be; see ``doors.ready``.
+    """
     candidate = _meta(engine.engine, CANDIDATE)
     if candidate is None:
         return
+    store.write_json(_directory(engine.engine, CANDIDATE) / "meta.json", {**candidate, "speed": speed})
     proved = _meta(engine.engine, PROVED)
     if proved is not None and proved["config_digest"] != candidate["config_digest"]:
         _replace(_directory(engine.engine, PROVED), _directory(engine.engine, BEFORE))
@@ -83,6 +87,14 @@ def target(engine: EngineConfig) -> dict[str, t.Any] | None:
         if meta is not None and meta["config_digest"] != engine.config_digest:
             return {"name": name, **meta}
     return None
+
+
+def speeds(engine: EngineConfig) -> tuple[float, float] | None:
+    """Tokens a second with the configuration proved last and with the one before it, where both were found alike."""
+    found = [(_meta(engine.engine, name) or {}).get("speed") or {} for name in (PROVED, BEFORE)]
+    if not found[0].get("shapes") or found[0]["shapes"] != found[1].get("shapes"):
+        return None
+    return float(found[0]["tokens_per_s"]), float(found[1]["tokens_per_s"])
 
 
 def went_back(engine: EngineConfig) -> dict[str, t.Any] | None:

@@ -48,6 +48,9 @@ CALL_TIMEOUT = 10.0
 NONE = "no golden is on record for it"
 # What an answer from the prefix cache may differ more than one that is computed anew.
 CACHED_SLACK = 3.0
+# Other versions of vLLM have other kernels, which round otherwise: how much more tolerance the answers of another
+# runtime get. Weights that are wrong, or gone, differ in the first token.
+RUNTIME_SLACK = 5.0
 # A manifest that only explains an error is not worth waiting for.
 PEEK_TIMEOUT = 0.5
 
@@ -80,6 +83,9 @@ class Subject:
     def fits(self, other: Subject) -> bool:
         """Equal but for the weights, which cost most to know."""
         return replace(self, weights="", method="") == replace(other, weights="", method="")
+
+    def of_runtime(self, version: str) -> Subject:
+        return replace(self, runtime_version=version)
 
 
 @dataclass(frozen=True)
@@ -200,7 +206,10 @@ def _read_answer(value: dict[str, t.Any], kind: str, most: int) -> Answer:
 
 
 class Proof(t.NamedTuple):
-    """What proved an engine: ``by`` is golden or completion. ``why`` says why it was no golden."""
+    """What proved an engine: ``by`` is golden or completion. ``why`` says why it was no golden.
+
+    ``runtime`` is the version that the golden is of, where that is another than the engine's.
+    """
 
     by: str
     key: str = ""
@@ -208,15 +217,19 @@ class Proof(t.NamedTuple):
     positions: int = 0
     distance: float = 0.0
     why: str = ""
+    runtime: str = ""
 
     @property
     def says(self) -> str:
-        return f"golden {self.key} ({self.compared_by})" if self.by == "golden" else "a completion"
+        of = f", of vLLM {self.runtime}" if self.runtime else ""
+        return f"golden {self.key} ({self.compared_by}{of})" if self.by == "golden" else "a completion"
 
     def asdict(self) -> dict[str, t.Any]:
         """Without what is empty."""
         value = self._asdict()
-        kept = ("by", "key", "compared_by", "positions", "distance") if self.by == "golden" else ("by", "why")
+        kept = (
+            ("by", "key", "compared_by", "positions", "distance", "runtime") if self.by == "golden" else ("by", "why")
+        )
         return {name: value[name] for name in kept if name in ("by", "positions", "distance") or value[name]}
 
 
@@ -328,8 +341,10 @@ def directory() -> Path:
     return store.root() / "var/lib/vllm/goldens"
 
 
-def on_record(subject: Subject) -> list[Golden]:
+def on_record(subject: Subject, *, any_runtime: bool = False) -> list[Golden]:
     """The goldens on this host of which the subject may be one, whatever the weights.
+
+    :param any_runtime: also those of other versions of vLLM.
 
     :raises UsageError: a file of a model of this name is not one that we wrote.
     """
@@ -343,7 +358,12 @@ def on_record(subject: Subject) -> list[Golden]:
             f"host {socket.gethostname()}: {directory()} cannot be read: {exc}",
             next_step="correct owner and mode of that directory (root, 0700)",
         ) from exc
-    return [golden for golden in map(stored, keys) if golden is not None and golden.subject.fits(subject)]
+    found = [golden for golden in map(stored, keys) if golden is not None]
+    return [
+        golden
+        for golden in found
+        if golden.subject.fits(subject.of_runtime(golden.subject.runtime_version) if any_runtime else subject)
+    ]
 
 
 def stored(key: str) -> Golden | None:
@@ -550,7 +570,8 @@ def prove(engine: Engine, deadline: Deadline, report: Report, *, answered: bool 
     """Prove an engine by the golden of its subject; where none is on record, by a completion.
 
     A process that a golden has proved is held to that golden as long as it lives, so that a wake cannot bring other
-    weights; see ``weights_read``. An engine without goldens costs no hashing.
+    weights; see ``weights_read``. An engine without goldens costs no hashing. One whose runtime has no golden yet has
+    to give the answers of the runtime before, with more tolerance.
 
     :param answered: it has just given completions, so that without a golden no other is asked for.
     :raises Mismatch: as of ``check``.
@@ -563,6 +584,9 @@ def prove(engine: Engine, deadline: Deadline, report: Report, *, answered: bool 
         if why != NONE:
             report(f"{engine.config.engine}: proved by a completion only: {why}")
         return Proof("completion", why=why)
+    if (version := golden.subject.runtime_version) != engine.config.runtime_version:
+        wide = Tolerance(golden.tolerance.logprobs * RUNTIME_SLACK, golden.tolerance.vectors * RUNTIME_SLACK)
+        return check(engine, golden, deadline, wide)._replace(runtime=version)
     proof = check(engine, golden, deadline)
     hold(engine.config, golden.subject, read_at)
     return proof
@@ -571,7 +595,11 @@ def prove(engine: Engine, deadline: Deadline, report: Report, *, answered: bool 
 def _owed(engine: EngineConfig, deadline: Deadline, report: Report) -> tuple[Golden | None, str, float]:
     """The golden that an engine has to match, or why there is none; and when it last read weights, if again."""
     cheap = cheap_subject(engine)
-    known = on_record(cheap)
+    # Its own runtime's first; of the others the newest.
+    known = sorted(
+        on_record(cheap, any_runtime=True),
+        key=lambda one: (not one.subject.fits(cheap), -float(one.recorded.get("at") or 0)),
+    )
     if not known and not (store.state_dir(engine.engine) / FILE).exists():
         return None, NONE, 0.0
     main_pid = Unit(engine.unit).show().main_pid
@@ -584,11 +612,13 @@ def _owed(engine: EngineConfig, deadline: Deadline, report: Report) -> tuple[Gol
         return None, NONE, read_at
     if why := doubt(engine, main_pid, held):
         return None, why, read_at
+    subjects: dict[str, Subject] = {}
     for method in sorted({one.subject.method for one in known}):
-        subject = with_weights(cheap, engine.model, method, deadline, report)
-        for one in known:
-            if one.key == subject.key:
-                return one, "", read_at
+        subjects[method] = with_weights(cheap, engine.model, method, deadline, report)
+    for one in known:
+        subject = subjects[one.subject.method].of_runtime(one.subject.runtime_version)
+        if one.key == subject.key:
+            return one, "", read_at
     return None, f"{len(known)} golden(s) of this model are on record, and none is of its weights", read_at
 
 

@@ -30,6 +30,7 @@ AWAIT_CLOSED = Step("await_closed", "wait for requests that came before the gate
 PAUSE = Step("pause", "pause the engine")
 STOP = Step("stop", "stop the unit")
 START = Step("start", "start the unit and wait until it is proved ready")
+COMPARE_SPEED = Step("compare_speed", "compare its speed with that of the configuration before", mutates=False)
 PROVE = Step("prove", "prove it by a completion", mutates=False)
 ADMIT = Step("admit", "admit it at the gate")
 AWAIT_READY = Step("await_ready", "wait until /ready is 200", mutates=False)
@@ -57,7 +58,7 @@ class Options(t.NamedTuple):
     time-out finds; ``host_copy_mib`` is what a sleep at level 1 takes of the host, where that is known better than from
     the weights; ``on_failure`` is fail, of a sleep also stop, of a start also rollback; ``digest`` is that of the
     weights to be served; ``on_mismatch`` of a wake is fail or restart; ``tags`` are the parts that a wake brings back,
-    () for all.
+    () for all; ``compare_speed`` asks whether a start is as fast as the configuration before.
     """
 
     lease_against: str = ""
@@ -73,6 +74,7 @@ class Options(t.NamedTuple):
     digest: str = ""
     on_mismatch: str = "fail"
     tags: tuple[str, ...] = ()
+    compare_speed: bool = False
 
 
 def plan(wanted: str, now: Observation, options: Options) -> list[Step]:
@@ -97,6 +99,8 @@ def plan(wanted: str, now: Observation, options: Options) -> list[Step]:
             "rolled_back": _rolled_back,
         }[wanted](now, options)
     _judge_weights(now, wanted, steps)
+    if options.compare_speed and wanted in ("started", "restarted") and PROVE in steps:
+        steps.insert(steps.index(PROVE), COMPARE_SPEED)
     if steps and options.lease_against and not options.force:
         raise Refused(
             f"engine '{now.engine}' on {now.host} is held by {options.lease_against}",
@@ -510,7 +514,8 @@ def recover(wanted: str, failed: Step, now: Observation, options: Options, misma
     """
     if wanted == "asleep" and failed is SLEEP and options.on_failure == "stop":
         return [STOP]
-    if wanted in ("started", "restarted") and failed is START and options.on_failure == "rollback" and now.goes_back:
+    starts = wanted in ("started", "restarted") and failed in (START, COMPARE_SPEED, PROVE)
+    if starts and options.on_failure == "rollback" and now.goes_back:
         return [STOP, ROLL_BACK, START, *_back(now)]
     if wanted == "awake" and failed is PROVE and mismatch and options.on_mismatch == "restart":
         return [STOP, START, *_back(now)]

@@ -40,7 +40,8 @@ class Wish(t.NamedTuple):
     """What a caller wants of one engine.
 
     ``mode`` says what a drain does with the requests that it finds at its time-out: ``wait`` fails and lets them run,
-    ``abort`` cuts and counts them, ``keep`` freezes and counts them.
+    ``abort`` cuts and counts them, ``keep`` freezes and counts them. ``min_speed_ratio`` is the share of the speed of
+    the configuration before that a start must reach, 0 for none.
     """
 
     state: str
@@ -56,6 +57,7 @@ class Wish(t.NamedTuple):
     on_failure: str = "fail"
     on_mismatch: str = "fail"
     tags: tuple[str, ...] = ()
+    min_speed_ratio: float = 0.0
 
 
 class Outcome(t.NamedTuple):
@@ -129,6 +131,7 @@ def _plan(now: Observation, wish: Wish, digest: str = "") -> tuple[list[Step], O
         on_mismatch=wish.on_mismatch,
         digest=digest,
         tags=wish.tags,
+        compare_speed=wish.min_speed_ratio > 0,
     )
     return plan(wish.state, now, options), options
 
@@ -444,6 +447,21 @@ class Transition:
         for says in adapters_apply.after_wake(self.config, self.engine, self.unit.show(), self.deadline, self.report):
             self.changed = True
             self.actions.append(f"{self.config.engine}: {says}")
+
+    def _compare_speed(self) -> None:
+        found = generations.speeds(self.config)
+        if found is None:
+            self.extra["speed"] = {"why": "no start before this one was timed with the same warm-up"}
+            return
+        now, before = found
+        self.extra["speed"] = {"tokens_per_s": now, "before": before}
+        if now < before * self.wish.min_speed_ratio:
+            raise Surprise(
+                f"engine '{self.config.engine}' on {socket.gethostname()} gives {now:g} tokens/s, and gave {before:g} "
+                f"with the configuration before: a share of {now / before:.2f}, where min_speed_ratio is "
+                f"{self.wish.min_speed_ratio:g}",
+                next_step="compare the options of both, and see what else works on the host; or lower min_speed_ratio",
+            )
 
     def _prove(self) -> None:
         self.extra["proof"] = golden.prove(self.engine, self.deadline, self.report).asdict()

@@ -213,10 +213,12 @@ def test_ready_warms_with_the_declared_shapes_and_writes_down_whose_start_it_pro
     shapes = [{"prompt_tokens": 33, "max_tokens": 5}, {"prompt_tokens": 7, "max_tokens": 2}]
     host = world(gate=True, doors=("preflight", "ready"), declared={"warmup": shapes, "config_digest": "abc"})
     asked = [json.loads(one["body"]) for one in host.chat.requests() if one["generation"]]
-    assert [(len(body["prompt"]), body["max_tokens"], body["model"]) for body in asked] == [
-        (33, 5, "tiny"),
-        (7, 2, "tiny"),
-    ]
+    once = [(33, 5, "tiny"), (7, 2, "tiny")]
+    timed = [(len(body["prompt"]), body["max_tokens"], body["model"]) for body in asked]
+    assert timed == once * (1 + doors.SPEED_PASSES), "once to warm it, and then to time it"
+    speed = host.info()["started"]["speed"]
+    assert speed["shapes"] == shapes
+    assert 0 < speed["tokens_per_s"] < 2000 * 2, "the simulated engine gives 2000 tokens/s"
     record = json.loads((host.root / "var/lib/vllm/chat/ready.json").read_text())
     assert record["main_pid"] == host.chat.truth()["pid"]
     assert record["config_digest"] == "abc"

@@ -455,10 +455,27 @@ def test_a_start_that_fails_goes_back_where_that_is_allowed_and_possible(wanted)
     back = OPTIONS._replace(on_failure="rollback")
     now = dataclasses.replace(STOPPED, goes_back=GENERATION)
     steps = {step.name: step for step in plan(wanted, now, back)}
-    assert names(recover(wanted, steps["start"], now, back)) == ["stop", "roll_back", "start", *BACK]
-    assert recover(wanted, steps["prove"], now, back) == []
+    back_again = ["stop", "roll_back", "start", *BACK]
+    assert names(recover(wanted, steps["start"], now, back)) == back_again
+    assert names(recover(wanted, steps["prove"], now, back)) == back_again, (
+        "it started, and computes what it should not"
+    )
+    assert recover(wanted, steps["admit"], now, back) == []
     assert recover(wanted, steps["start"], STOPPED, back) == []
     assert recover(wanted, steps["start"], now, OPTIONS) == []
+
+
+@pytest.mark.parametrize("wanted", ["started", "restarted"])
+def test_a_start_is_compared_with_the_speed_before_when_that_is_asked_for(wanted):
+    quick = OPTIONS._replace(compare_speed=True, on_failure="rollback")
+    now = dataclasses.replace(STOPPED, goes_back=GENERATION)
+    steps = plan(wanted, now, quick)
+    assert names(steps) == ["lease", "start", "compare_speed", *BACK]
+    assert names(recover(wanted, steps[2], now, quick)) == ["stop", "roll_back", "start", *BACK]
+    assert recover(wanted, steps[2], now, quick._replace(on_failure="fail")) == []
+    killed = dataclasses.replace(now, state="withdrawn", gate=gate_state("closed"), lease=lease(purpose=wanted))
+    assert names(plan("started", killed, quick)) == ["compare_speed", *BACK], "the run before may not have come so far"
+    assert plan("started", SERVING, quick) == []
 
 
 NEWER = OPTIONS._replace(digest="sha256:new")

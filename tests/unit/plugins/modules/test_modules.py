@@ -20,6 +20,7 @@ from ansible_collections.baremetal.vllm.plugins.modules import (
     vllm_reload,
     vllm_sleep,
     vllm_wake,
+    vllm_watch,
 )
 from ansible_collections.baremetal.vllm.tests.unit.plugins.module_utils.test_parts import DECLARED
 
@@ -45,7 +46,7 @@ def host(tmp_path, monkeypatch):
     assert sorted(item.name for item in tmp_path.iterdir()) == ["etc"]
 
 
-@pytest.mark.parametrize(("module", "options"), [*CHANGES, (vllm_golden, {})])
+@pytest.mark.parametrize(("module", "options"), [*CHANGES, (vllm_golden, {}), (vllm_watch, {})])
 def test_an_unknown_engine(run_module, module, options):
     result = run_module(module.main, engine="chta", **options)
     assert f"host {HOST} has no engine 'chta'; engines declared there: chat" in result["msg"]
@@ -53,7 +54,7 @@ def test_an_unknown_engine(run_module, module, options):
     assert "site.yml" in result["next_step"]
 
 
-@pytest.mark.parametrize(("module", "options"), [*CHANGES, (vllm_info, {}), (vllm_golden, {})])
+@pytest.mark.parametrize(("module", "options"), [*CHANGES, (vllm_info, {}), (vllm_golden, {}), (vllm_watch, {})])
 def test_without_root(run_module, monkeypatch, module, options):
     monkeypatch.delenv(store.ROOT_VARIABLE)
     monkeypatch.setattr("os.geteuid", lambda: 1000)
@@ -104,3 +105,17 @@ def _active_unit(_unit):
     from ansible_collections.baremetal.vllm.tests.unit.plugins.module_utils.lifecycle_factory import unit_state
 
     return unit_state()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"seconds": -1}, "seconds must be from 0"),
+        ({"max_error_share": 2}, "max_error_share must be from 0 to 1"),
+        ({"since": {"chat": {"at": 1}}}, "a reading in since"),
+    ],
+)
+def test_a_watch_of_no_sense(run_module, options, says):
+    result = run_module(vllm_watch.main, engine="chat", **options)
+    assert says in result["msg"]
+    assert result["changed"] is False

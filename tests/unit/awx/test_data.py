@@ -19,7 +19,8 @@ OF_INVENTORY = re.compile(
     r"vllm_(host_control_python|router_hosts|switch_group|schedule|schedule_now|report_path)$"
     r"|.*_(run|group|connect_timeout|host_copy_mib|max_resident_mib)$"
 )
-NO_TEMPLATE = {"golden"}  # its files would go with the job's container
+# The files of golden would go with the job's container; rolling_upgrade has none yet.
+NO_TEMPLATE = {"golden", "rolling_upgrade"}
 FROM_ZERO = re.compile(r".*_(min_serving|max_failed)$")
 
 

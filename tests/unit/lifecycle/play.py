@@ -3,7 +3,7 @@
 """Runs a playbook of this collection on one simulated host, without a process for each task.
 
 Ansible's own templating and the collection's own filters and modules; the order of tasks is the playbook's. Only what
-plays/switch and schedule use is understood, so a task of another kind is an error and not left out.
+plays/switch, schedule and rolling_upgrade use is understood, so a task of another kind is an error and not left out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from ansible.parsing.dataloader import DataLoader
 from ansible.template import Templar
 
-from ansible_collections.baremetal.vllm.plugins.filter import fleet, schedule, switching
+from ansible_collections.baremetal.vllm.plugins.filter import fleet, schedule, switching, upgrade
 
 try:
     from ansible.template import trust_as_template
@@ -32,9 +32,10 @@ except ImportError:  # before 2.19
 PLAYBOOKS = Path(__file__).parents[3] / "playbooks"
 MODULES = "ansible_collections.baremetal.vllm.plugins.modules"
 OMIT = "__omit_place_holder__"
-IGNORED = tuple(f"ansible.builtin.{name}" for name in ("add_host", "debug", "systemd_service", "wait_for_connection"))
+IGNORED = tuple(f"ansible.builtin.{name}" for name in ("debug", "setup", "systemd_service", "wait_for_connection"))
 KEYWORDS = ("name", "when", "vars", "loop", "loop_control", "register", "run_once", "changed_when",
             "delegate_to", "become")  # fmt: skip
+ROLES = ("ansible.builtin.import_role", "ansible.builtin.include_role")
 
 
 class Failed(Exception):
@@ -48,7 +49,8 @@ class Killed(Exception):
 class Play:
     """One run. ``call(module, **options)`` gives a module's result; ``calls`` lists what was called, in order.
 
-    With ``kill_after`` the run ends after that many calls, as one that is killed does.
+    With ``kill_after`` the run ends after that many calls, as one that is killed does. ``role(name, tasks_from)``
+    stands for a role: it does to the host what that would, and gives the facts that it sets.
     """
 
     def __init__(
@@ -58,8 +60,10 @@ class Play:
         variables: dict,
         kill_after: int | None = None,
         check: bool = False,
+        role: t.Callable[[str, str], dict] | None = None,
     ) -> None:
         self.loader = DataLoader()
+        self.role = role
         self.call = call
         self.calls: list[tuple[str, dict]] = []
         self.kill_after = kill_after
@@ -85,10 +89,16 @@ class Play:
         self.here = [path.parent]
         try:
             for play in self.loader.load_from_file(str(path), **TRUSTED):
-                self._tasks(play["tasks"], play.get("vars") or {})
+                if self._is_of(play["hosts"]):
+                    self._tasks(play["tasks"], play.get("vars") or {})
         except Failed as exc:
             return str(exc)
         return ""
+
+    def _is_of(self, pattern: str) -> bool:
+        """Whether the host is in one of these groups, which may have been made meanwhile."""
+        groups = str(self._value(pattern, {})).split(":")
+        return any(self.facts["inventory_hostname"] in self.facts["groups"].get(group, []) for group in groups)
 
     def rows(self) -> list[dict]:
         """The hosts of the report."""
@@ -105,6 +115,8 @@ class Play:
             return
         (action,) = [key for key in task if key not in KEYWORDS]
         if action == "ansible.builtin.import_tasks":
+            if not self._holds(task.get("when", []), own):
+                return
             path = self.here[-1] / str(task[action])
             self.here.append(path.parent)
             self._tasks(self.loader.load_from_file(str(path), **TRUSTED), own)
@@ -144,6 +156,12 @@ class Play:
         if action == "ansible.builtin.set_fact":
             self.facts.update(arguments)
             return {"changed": False}
+        if action == "ansible.builtin.add_host":
+            for group in arguments["groups"].split(","):
+                self.facts["groups"].setdefault(group, []).append(arguments["name"])
+            return {"changed": False}
+        if action in ROLES:
+            return self._role(arguments["name"].rpartition(".")[2], arguments.get("tasks_from", "main"))
         if action == "ansible.builtin.copy":  # of the report, to the controller
             self.report = json.loads(arguments["content"])
             return {"changed": True}
@@ -154,16 +172,25 @@ class Play:
             return {"failed": not good, "msg": "" if good else self._value(given["fail_msg"], own)}
         collection, _dot, module = action.rpartition(".")
         assert collection == "baremetal.vllm", f"unknown action {action}"
+        self._note(module, arguments)
+        return self.call(importlib.import_module(f"{MODULES}.{module}"), **arguments)
+
+    def _role(self, name: str, tasks_from: str) -> dict:
+        assert self.role is not None, f"role {name} is used, and nothing stands for it"
+        self._note(f"{name}/{tasks_from}", {})
+        self.facts.update(self.role(name, tasks_from))
+        return {"changed": False}
+
+    def _note(self, what: str, arguments: dict) -> None:
         if self.kill_after is not None and len(self.calls) >= self.kill_after:
             raise Killed
-        self.calls.append((module, arguments))
-        return self.call(importlib.import_module(f"{MODULES}.{module}"), **arguments)
+        self.calls.append((what, arguments))
 
     def _templar(self, own: dict) -> Templar:
         templar = Templar(self.loader, variables={**self.facts, **own})
         # Ansible's own way to them is through its loader of collections, which a test's imports have forestalled.
         filters = getattr(templar, "_engine", templar).environment.filters
-        for plugins in (fleet, schedule, switching):
+        for plugins in (fleet, schedule, switching, upgrade):
             for name, function in plugins.FilterModule().filters().items():
                 filters[f"baremetal.vllm.{name}"] = function
         return templar

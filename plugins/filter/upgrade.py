@@ -1,0 +1,243 @@
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""Filters of playbook rolling_upgrade: what is to be done on a host, the way back, and what came of it."""
+
+from __future__ import annotations
+
+import typing as t
+
+OWNER = "rolling_upgrade"
+AWAKE = ("serving", "withdrawn", "draining", "drained")
+DOWN = ("stopped", "failed")
+# Means of fewer requests than these say nothing about an engine.
+FEW_REQUESTS = 10
+LATENCIES = {"first_token": "time to the first token", "per_token": "time per further token"}
+
+Engines = t.Mapping[str, t.Mapping[str, t.Any]]
+
+
+def _runs_with(engine: t.Mapping[str, t.Any]) -> str:
+    """The digest of the configuration that the running process was proved with, "" where none is on record."""
+    unit, started = engine["unit"] or {}, engine["started"] or {}
+    alive = unit.get("main_pid") and started.get("main_pid") == unit["main_pid"]
+    return str(started.get("config_digest") or "") if alive else ""
+
+
+def _ours(engine: t.Mapping[str, t.Any]) -> bool:
+    return bool(engine["lease"]) and engine["lease"]["owner"] == OWNER
+
+
+def _sort(name: str, engine: t.Mapping[str, t.Any], want: t.Mapping[str, t.Any]) -> tuple[str, str]:
+    """(part, why): change, finish, write or leave; or refuse, and then why."""
+    state, ours = engine["state"], _ours(engine)
+    there = _runs_with(engine) == want["config_digest"]
+    if state in ("asleep", "waking"):
+        if there and not ours:
+            return "leave", ""
+        return "refuse", f"engine '{name}' is {state} with another configuration; wake it or stop it first"
+    if state in DOWN and not want["start"] and not ours:
+        part = "leave"
+    elif there and state in AWAKE:
+        part = "finish" if ours else "leave"
+    else:
+        part = "change"
+    running = (engine["started"] or {}).get("runtime_version") or engine["runtime_version"]
+    if part == "change" and want["preload"] and running != want["runtime_version"]:
+        return "refuse", (
+            f"engine '{name}' takes its weights from a preload daemon, which would have to go to vLLM "
+            f"{want['runtime_version']} with it and could not come back by itself; run playbooks/site.yml with the new "
+            "version and then playbooks/rolling_restart.yml"
+        )
+    if part == "leave" and engine["config_digest"] != want["config_digest"]:
+        part = "write"  # its files alone: the process is right, or there is none and there is to be none
+    return part, ""
+
+
+def vllm_upgrade_plan(engines: Engines, wants: Engines) -> dict[str, t.Any]:
+    """What is to be done with the engines of one host.
+
+    :param engines: of vllm_info.
+    :param wants: of role vllm_engine, ``want``: what the inventory says.
+    :returns: names under ``change`` (stop, write, start), ``finish`` (a run that was killed has only to prove and
+        admit them), ``write`` (files alone); of those that change, ``drain`` those that can and ``unproved`` those that
+        no golden has proved; ``refused`` says why; ``part`` of the fleet is first, todo or done.
+    """
+    plan: dict[str, t.Any] = {"change": [], "finish": [], "write": [], "refused": []}
+    for name, want in sorted(wants.items()):
+        if name not in engines:
+            plan["refused"].append(f"engine '{name}' is not on this host yet; run playbooks/site.yml")
+            continue
+        part, why = _sort(name, engines[name], want)
+        if part == "refuse":
+            plan["refused"].append(why)
+        elif part != "leave":
+            plan[part].append(name)
+    touched = plan["change"] + plan["finish"]
+    proofs = {name: ((engines[name]["started"] or {}).get("proof") or {}).get("by") for name in plan["change"]}
+    plan["unproved"] = [name for name, by in proofs.items() if by != "golden"]
+    plan["drain"] = [name for name in plan["change"] if engines[name]["state"] in AWAKE]
+    well = all(engines[name]["state"] == "serving" for name in touched)
+    plan["part"] = ("todo" if well else "first") if touched or plan["write"] else "done"
+    return plan
+
+
+def vllm_upgrade_order(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any], canaries: int) -> dict[str, list[str]]:
+    """The hosts with something to do, those that do not serve first.
+
+    :returns: the first of them under ``canary``, the others under ``rest``, and under ``control`` the one of these that
+        serves with the old version while the canaries are watched.
+    """
+    parts: dict[str, list[str]] = {"first": [], "todo": [], "done": []}
+    for host in hosts:
+        parts[hostvars[host]["__vllm_upgrade_plan"]["part"]].append(host)
+    order = parts["first"] + parts["todo"]
+    canary, rest = order[:canaries], order[canaries:]
+    return {"canary": canary, "rest": rest, "control": [host for host in rest if host in parts["todo"]][:1]}
+
+
+def vllm_upgrade_way(left: Engines, wants: Engines, plan: t.Mapping[str, t.Any]) -> dict[str, list[str]]:
+    """After a failure on a host: how the engines that it touched get back to what was proved before.
+
+    :param left: of vllm_info, after the failure.
+    :returns: names under ``back`` (their new configuration is on disk), ``restart`` (their old one is, and nothing
+        that is sure runs with it), ``serve`` (to be proved and admitted), ``lost`` (nothing was ever proved before).
+    """
+    way: dict[str, list[str]] = {"back": [], "restart": [], "serve": [], "lost": []}
+    for name in [*plan["change"], *plan["finish"]]:
+        engine = left[name]
+        if engine["config_digest"] == wants[name]["config_digest"]:
+            way["back" if engine["goes_back"] else "lost"].append(name)
+        elif engine["state"] not in AWAKE:
+            way["restart"].append(name)
+        if name not in way["lost"]:
+            way["serve"].append(name)
+    return way
+
+
+def _watched(values: t.Mapping[str, t.Any], name: str) -> t.Mapping[str, t.Any]:
+    """What the last of a host's looks saw of an engine."""
+    looks = (values.get("__vllm_upgrade_watch") or {}).get("results") or []
+    seen = [one["engines"][name] for one in looks if name in (one.get("engines") or {})]
+    return (seen[-1].get("watched") if seen else None) or {}
+
+
+def vllm_upgrade_soak(
+    canaries: t.Sequence[str], controls: t.Sequence[str], hostvars: t.Mapping[str, t.Any], max_latency_ratio: float
+) -> dict[str, t.Any]:
+    """What the soak has shown: ``failures`` by host, and ``notes`` on what it could not show.
+
+    :param controls: hosts that were watched at the same time and are not upgraded: one, or none.
+    """
+    failures: dict[str, str] = {}
+    notes: list[str] = []
+    for host in canaries:
+        values = hostvars[host]
+        plan = values["__vllm_upgrade_plan"]
+        bad = [values["__vllm_upgrade_watch_failed"]] if values.get("__vllm_upgrade_watch_failed") else []
+        for name in [*plan["change"], *plan["finish"]]:
+            seen = _watched(values, name)
+            if not seen:
+                continue
+            if not seen["requests"]:
+                notes.append(
+                    f"{host}: no request came to '{name}' in {seen['seconds']:.0f} s; its golden alone is proved"
+                )
+                continue
+            done = f"{seen['requests']} request(s) in {seen['seconds']:.0f} s, {seen['errors']} failed"
+            notes.append(f"{host}: '{name}' had {done}")
+            other = _watched(hostvars[controls[0]], name) if controls else {}
+            if not other or min(seen["requests"], other["requests"]) < FEW_REQUESTS:
+                notes.append(f"{host}: too few requests on it and on a host with the old version to compare latencies")
+                continue
+            for key, words in LATENCIES.items():
+                now, old = seen["latency"].get(key), other["latency"].get(key)
+                if now is None or not old:
+                    continue
+                old_says = f"{old * 1000:.1f} ms on {controls[0]} with the old version"
+                says = f"{words} of '{name}' {now * 1000:.1f} ms, {old_says}"
+                if now > old * max_latency_ratio:
+                    bad.append(f"{says}: {now / old:.2f} times as long, where {max_latency_ratio:g} is allowed")
+                else:
+                    notes.append(f"{host}: {says}")
+        if bad:
+            failures[host] = "; ".join(bad)
+    return {"failures": failures, "notes": notes}
+
+
+def _speed(started: t.Any) -> float | None:
+    return ((started or {}).get("speed") or {}).get("tokens_per_s")
+
+
+def _timed(values: t.Mapping[str, t.Any], name: str) -> float | None:
+    """How fast the start was that the run has made, also where the engine then went back."""
+    started = (values.get("__vllm_upgrade_start") or {}).get("engines") or {}
+    return ((started.get(name) or {}).get("speed") or {}).get("tokens_per_s")
+
+
+def vllm_upgrade_rows(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) -> list[dict[str, t.Any]]:
+    """A row for each engine that the inventory wants: from and to which version, how long, how fast, what came of it.
+
+    ``outcome`` is unchanged, upgraded, rolled_back, failed, or waiting for a host that was not reached.
+    """
+    rows = []
+    for host in hosts:
+        values = hostvars[host]
+        plan, wants = values.get("__vllm_upgrade_plan"), values.get("__vllm_engine_wants")
+        if not plan or not wants:
+            continue
+        seen = values["__vllm_upgrade_seen"]["engines"]
+        after = (values.get("__vllm_upgrade_after") or {}).get("engines") or {}
+        outcome = values.get("__vllm_upgrade_outcome") or {}
+        for name, want in sorted(wants.items()):
+            touched = name in plan["change"] + plan["finish"] + plan["write"]
+            before = (seen.get(name) or {}).get("started")
+            now = (after.get(name) or {}).get("started")
+            rows.append(
+                {
+                    "name": host,
+                    "engine": name,
+                    "from": (before or {}).get("runtime_version"),
+                    "to": want["runtime_version"],
+                    "runs": ((now or {}).get("runtime_version") if after else (before or {}).get("runtime_version")),
+                    "state": (after.get(name) or seen.get(name) or {}).get("state"),
+                    "seconds": float(outcome["seconds"]) if touched and outcome else None,
+                    "speed_before": _speed(before),
+                    "speed_after": _timed(values, name) or _speed(now),
+                    "outcome": (outcome.get("outcome") or "waiting") if touched else "unchanged",
+                    "reason": outcome.get("reason") or "" if touched else "",
+                }
+            )
+    return rows
+
+
+def vllm_upgrade_lines(rows: t.Iterable[t.Mapping[str, t.Any]]) -> list[str]:
+    """The rows in words, a line for each engine."""
+    lines = []
+    for row in rows:
+        speeds = [row["speed_before"], row["speed_after"]]
+        parts = [f"vLLM {row['from'] or '?'} -> {row['to']}", row["outcome"]]
+        if row["outcome"] == "rolled_back":
+            parts.append(f"runs {row['runs'] or '?'}")
+        if row["seconds"] is not None:
+            parts.append(f"{row['seconds']:.0f} s")
+        if row["outcome"] == "upgraded" and None not in speeds:
+            parts.append(f"{speeds[0]:g} -> {speeds[1]:g} tokens/s")
+        if row["reason"]:
+            parts.append(row["reason"])
+        lines.append(f"{row['name']} {row['engine']}: {', '.join(parts)}")
+    return lines
+
+
+class FilterModule:
+    """Registers the filters."""
+
+    def filters(self) -> dict[str, t.Callable[..., t.Any]]:
+        return {
+            "vllm_upgrade_lines": vllm_upgrade_lines,
+            "vllm_upgrade_order": vllm_upgrade_order,
+            "vllm_upgrade_plan": vllm_upgrade_plan,
+            "vllm_upgrade_rows": vllm_upgrade_rows,
+            "vllm_upgrade_soak": vllm_upgrade_soak,
+            "vllm_upgrade_way": vllm_upgrade_way,
+        }

@@ -1,0 +1,205 @@
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""What an upgrade does with an engine, by truth tables."""
+
+from __future__ import annotations
+
+import pytest
+
+from ansible_collections.baremetal.vllm.plugins.filter import upgrade
+
+WANT = {"config_digest": "new", "runtime_version": "0.32.0", "preload": False, "start": True}
+OURS = {"owner": "rolling_upgrade", "run": "u1"}
+OPS = {"owner": "ops", "run": ""}
+
+
+def seen(state="serving", runs="old", disk="old", lease=None, pid=7, by="golden", back=True, version="0.31.0"):
+    """An engine of vllm_info whose process was proved with ``runs``."""
+    started = {"main_pid": 7, "config_digest": runs, "runtime_version": version, "proof": {"by": by}}
+    return {
+        "state": state,
+        "config_digest": disk,
+        "runtime_version": version,
+        "lease": lease,
+        "unit": {"main_pid": pid},
+        "started": started,
+        "goes_back": {"name": "proved"} if back else None,
+    }
+
+
+CASES = [
+    # what is seen of the engine, what the inventory says of it otherwise, its part of the plan
+    (seen(), {}, "change"),
+    (seen(runs="new", disk="new"), {}, None),
+    (seen(runs="old", disk="new"), {}, "change"),  # its files were written, its process never read them
+    (seen(runs="new", disk="old"), {}, "write"),
+    (seen(runs="new", disk="new", pid=9), {}, "change"),  # what was proved is not what runs
+    (seen(runs="new", disk="new", state="withdrawn", lease=OURS), {}, "finish"),
+    (seen(runs="new", disk="new", state="drained", lease=OURS), {}, "finish"),
+    (seen(runs="new", disk="new", state="drained", lease=OPS), {}, None),
+    (seen(runs="old", disk="new", state="drained", lease=OURS), {}, "change"),
+    (seen(state="stopped", pid=0), {}, "change"),
+    (seen(state="stopped", pid=0), {"start": False}, "write"),  # parked: its next start reads the new files
+    (seen(state="stopped", pid=0, disk="new"), {"start": False}, None),
+    (seen(state="stopped", pid=0, lease=OURS), {"start": False}, "change"),
+    (seen(state="stopped", pid=0, disk="new", lease=OURS), {}, "change"),
+    (seen(state="failed", pid=0), {}, "change"),
+    (seen(state="starting", pid=9, disk="new", lease=OURS), {}, "change"),
+    (seen(state="unknown"), {}, "change"),
+    (seen(state="unknown", runs="new", disk="new"), {}, "change"),
+    (seen(state="asleep", runs="new", disk="new"), {}, None),
+    (seen(state="asleep"), {}, "refused"),
+    (seen(state="waking"), {}, "refused"),
+    (seen(), {"preload": True}, "refused"),  # its daemon would have to change too
+    (seen(version="0.32.0"), {"preload": True}, "change"),
+]
+
+
+@pytest.mark.parametrize(("engine", "want", "part"), CASES)
+def test_what_becomes_of_an_engine(engine, want, part):
+    plan = upgrade.vllm_upgrade_plan({"chat": engine}, {"chat": {**WANT, **want}})
+    found = [name for name in ("change", "finish", "write", "refused") if plan[name]]
+    assert found == ([part] if part else [])
+    if part == "refused":
+        assert "chat" in plan["refused"][0]
+    assert plan["drain"] == (["chat"] if part == "change" and engine["state"] in upgrade.AWAKE else [])
+    parts = {None: "done", "refused": "done", "write": "todo"}
+    whole = "todo" if engine["state"] == "serving" else "first"
+    assert plan["part"] == parts.get(part, whole)
+
+
+def test_an_engine_that_is_not_there_is_refused_and_one_that_nobody_wants_is_left():
+    plan = upgrade.vllm_upgrade_plan({"old": seen()}, {"chat": WANT})
+    assert plan["refused"] == ["engine 'chat' is not on this host yet; run playbooks/site.yml"]
+    assert plan["change"] == []
+
+
+@pytest.mark.parametrize(("by", "unproved"), [("golden", []), ("completion", ["chat"])])
+def test_engines_without_a_golden_are_named(by, unproved):
+    assert upgrade.vllm_upgrade_plan({"chat": seen(by=by)}, {"chat": WANT})["unproved"] == unproved
+
+
+@pytest.mark.parametrize(
+    ("canaries", "canary", "rest", "control"),
+    [
+        (0, [], ["e3", "e1", "e4"], ["e1"]),
+        (1, ["e3"], ["e1", "e4"], ["e1"]),  # the one that does not serve comes first
+        (2, ["e3", "e1"], ["e4"], ["e4"]),
+        (9, ["e3", "e1", "e4"], [], []),
+    ],
+)
+def test_the_order_of_hosts(canaries, canary, rest, control):
+    parts = {"e1": "todo", "e2": "done", "e3": "first", "e4": "todo"}
+    hostvars = {host: {"__vllm_upgrade_plan": {"part": part}} for host, part in parts.items()}
+    assert upgrade.vllm_upgrade_order(list(parts), hostvars, canaries) == {
+        "canary": canary,
+        "rest": rest,
+        "control": control,
+    }
+
+
+@pytest.mark.parametrize(
+    ("left", "way"),
+    [
+        (seen(disk="new", state="failed", pid=0), {"back": ["chat"], "serve": ["chat"]}),
+        (seen(disk="new", runs="new", state="withdrawn"), {"back": ["chat"], "serve": ["chat"]}),
+        (seen(disk="new", state="failed", back=False), {"lost": ["chat"]}),
+        (seen(state="withdrawn"), {"serve": ["chat"]}),  # it is back already
+        (seen(state="draining"), {"serve": ["chat"]}),
+        (seen(state="stopped", pid=0), {"restart": ["chat"], "serve": ["chat"]}),
+        (seen(state="unknown"), {"restart": ["chat"], "serve": ["chat"]}),
+    ],
+)
+def test_the_way_back(left, way):
+    found = upgrade.vllm_upgrade_way({"chat": left}, {"chat": WANT}, {"change": ["chat"], "finish": []})
+    assert {name: engines for name, engines in found.items() if engines} == way
+
+
+def watched(requests, errors=0, first=0.05, token=0.01):
+    return {
+        "seconds": 300.0,
+        "requests": requests,
+        "errors": errors,
+        "latency": {"first_token": first, "per_token": token},
+    }
+
+
+def soak(canary, control=None, failed=""):
+    looks = {"e1": canary, "e2": control}
+    hostvars = {
+        host: {
+            "__vllm_upgrade_plan": {"change": ["chat"], "finish": []},
+            "__vllm_upgrade_watch": {"results": [{"engines": {"chat": {"watched": look}}}] if look else []},
+        }
+        for host, look in looks.items()
+    }
+    hostvars["e1"]["__vllm_upgrade_watch_failed"] = failed
+    return upgrade.vllm_upgrade_soak(["e1"], ["e2"] if control else [], hostvars, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("canary", "control", "bad", "says"),
+    [
+        (watched(0), watched(100), "", "no request came"),
+        (watched(100), None, "", "too few requests"),
+        (watched(100), watched(9), "", "too few requests"),
+        (watched(9, first=9.0), watched(100), "", "too few requests"),
+        (watched(100), watched(100), "", "time to the first token of 'chat' 50.0 ms, 50.0 ms on e2"),
+        (watched(100, first=0.1), watched(100), "", "100.0 ms"),
+        (watched(100, first=0.11), watched(100), "time to the first token of 'chat' 110.0 ms", "2.20 times"),
+        (watched(100, token=0.03), watched(100), "time per further token of 'chat' 30.0 ms", "where 2 is allowed"),
+        (watched(100, first=None), watched(100), "", "time per further token"),
+        (watched(100), watched(100, first=None), "", "time per further token"),
+    ],
+)
+def test_latency_is_compared_with_a_host_that_has_the_old_version(canary, control, bad, says):
+    found = soak(canary, control)
+    assert list(found["failures"]) == (["e1"] if bad else [])
+    assert bad in found["failures"].get("e1", "")
+    assert says in " ".join([*found["notes"], *found["failures"].values()])
+
+
+def test_what_the_watch_itself_has_found_is_a_failure():
+    assert soak(watched(5, 5), failed="5 of 5 failed")["failures"] == {"e1": "5 of 5 failed"}
+
+
+def test_rows_and_lines():
+    plan = {"change": ["chat"], "finish": [], "write": []}
+    before = {"started": {"runtime_version": "0.31.0", "speed": {"tokens_per_s": 100.0}}, "state": "serving"}
+    after = {"started": {"runtime_version": "0.32.0", "speed": {"tokens_per_s": 110.0}}, "state": "serving"}
+    base = {
+        "__vllm_upgrade_plan": plan,
+        "__vllm_engine_wants": {"chat": WANT},
+        "__vllm_upgrade_seen": {"engines": {"chat": before}},
+    }
+    back = {**after, "started": before["started"]}
+    hostvars = {
+        "e1": {
+            **base,
+            "__vllm_upgrade_after": {"engines": {"chat": after}},
+            "__vllm_upgrade_outcome": {"outcome": "upgraded", "seconds": 61.0},
+        },
+        "e2": {
+            **base,
+            "__vllm_upgrade_after": {"engines": {"chat": back}},
+            "__vllm_upgrade_outcome": {"outcome": "rolled_back", "seconds": "90.0", "reason": "it is slow"},
+            "__vllm_upgrade_start": {"engines": {"chat": {"speed": {"tokens_per_s": 9.0, "before": 100.0}}}},
+        },
+        "e3": base,
+        "e4": {**base, "__vllm_upgrade_plan": {"change": [], "finish": [], "write": []}},
+        "e5": {},  # not part of this run
+    }
+    rows = upgrade.vllm_upgrade_rows(list(hostvars), hostvars)
+    assert [(row["outcome"], row["runs"], row["seconds"]) for row in rows] == [
+        ("upgraded", "0.32.0", 61.0),
+        ("rolled_back", "0.31.0", 90.0),
+        ("waiting", "0.31.0", None),
+        ("unchanged", "0.31.0", None),
+    ]
+    assert [(row["speed_before"], row["speed_after"]) for row in rows[:2]] == [(100.0, 110.0), (100.0, 9.0)]
+    assert upgrade.vllm_upgrade_lines(rows) == [
+        "e1 chat: vLLM 0.31.0 -> 0.32.0, upgraded, 61 s, 100 -> 110 tokens/s",
+        "e2 chat: vLLM 0.31.0 -> 0.32.0, rolled_back, runs 0.31.0, 90 s, it is slow",
+        "e3 chat: vLLM 0.31.0 -> 0.32.0, waiting",
+        "e4 chat: vLLM 0.31.0 -> 0.32.0, unchanged",
+    ]

@@ -17,7 +17,7 @@ DATA = HERE.parents[2] / "awx"
 SCHEMA: dict[str, dict] = yaml.safe_load((HERE / "schema.yml").read_text())
 OBJECTS = [name for name in SCHEMA if name.startswith("controller_")]
 PYTHON = {"str": str, "int": int, "bool": bool, "list": list, "dict": dict, "float": float, "raw": object}
-ANSWERS = {"text": str, "textarea": str, "integer": int, "multiplechoice": str, "multiselect": list}
+ANSWERS = {"text": str, "integer": int, "float": float, "multiplechoice": str, "multiselect": list}
 
 
 def variables(**given: t.Any) -> dict[str, t.Any]:
@@ -69,7 +69,7 @@ def refused(question: dict[str, t.Any], answer: t.Any) -> str:
     """Why AWX does not take this answer to a question, or nothing."""
     if type(answer) is not ANSWERS[question["type"]]:
         return f"{question['variable']}: {answer!r} is no answer to a question of type {question['type']}"
-    size = answer if question["type"] == "integer" else len(answer)
+    size = answer if question["type"] in ("integer", "float") else len(answer)
     if size < question.get("min", size) or size > question.get("max", size):
         return f"{question['variable']}: {answer!r} is out of bounds"
     strange = set(answer if isinstance(answer, list) else [answer]) - set(choices(question))

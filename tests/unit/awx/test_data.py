@@ -19,9 +19,8 @@ OF_INVENTORY = re.compile(
     r"vllm_(host_control_python|router_hosts|switch_group|schedule|schedule_now|report_path)$"
     r"|.*_(run|group|connect_timeout|host_copy_mib|max_resident_mib)$"
 )
-# The files of golden would go with the job's container; rolling_upgrade has none yet.
-NO_TEMPLATE = {"golden", "rolling_upgrade"}
-FROM_ZERO = re.compile(r".*_(min_serving|max_failed)$")
+NO_TEMPLATE = {"golden"}  # its files would go with the job's container
+FROM_ZERO = re.compile(r".*_(min_serving|max_failed|canary|soak|share|ratio)$")
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +133,7 @@ def test_questions_are_the_specifications_options(templates):
             assert asked["required"] is option.get("required", False), name
             assert asked["question_description"] == plain(option["description"]), name
             assert (asked["type"], asked.get("default"), controller.choices(asked)) == as_question(name, option), name
-            if asked["type"] == "integer":
+            if asked["type"] in ("integer", "float"):
                 assert asked["min"] == (0 if FROM_ZERO.match(name) else 1), name
             if asked["type"] == "text":
                 assert asked["min"] == 1, f"{name}: an empty answer is none"
@@ -150,8 +149,8 @@ def as_question(name: str, option: dict) -> tuple[str, object, list[str]]:
         return "multiplechoice", str(default).lower(), ["false", "true"]
     if "choices" in option:
         return "multiplechoice", str(default), [str(choice) for choice in option["choices"]]
-    if option["type"] == "int":
-        return "integer", default, []
+    if option["type"] in ("int", "float"):
+        return {"int": "integer", "float": "float"}[option["type"]], default, []
     return "text", None if default is None else str(default), []
 
 
@@ -210,8 +209,9 @@ def test_either_the_calendar_or_night_and_morning(calendar):
     assert enabled == {"vLLM weekly roll", *alternatives}
 
 
-def test_the_workflow_goes_from_canary_by_approval_to_the_rest(data):
-    (workflow,) = data["controller_workflows"]
+@pytest.mark.parametrize("name", ["vLLM canary restart", "vLLM canary upgrade"])
+def test_a_workflow_goes_from_canary_by_approval_to_the_rest(data, name):
+    (workflow,) = [one for one in data["controller_workflows"] if one["name"] == name]
     nodes = {one["identifier"]: one for one in workflow["workflow_nodes"]}
     order, here = [], "canary"
     while here:
@@ -223,6 +223,8 @@ def test_the_workflow_goes_from_canary_by_approval_to_the_rest(data):
     assert nodes["approval"]["unified_job_template"]["timeout"] > 0
     for one in nodes.values():
         assert set(one.get("related", {})) <= {"success_nodes"}, "a roll that failed must not go on"
+    hosts = [nodes[name]["extra_data"]["vllm_hosts"] for name in ("canary", "rest")]
+    assert hosts == [data["vllm_awx_canary"], data["vllm_awx_rest"]]
 
 
 @pytest.fixture(scope="module")
@@ -277,3 +279,19 @@ def test_a_job_has_the_key_only_where_engines_want_one():
         has = [bool(names & set(one["credentials"])) for one in found["controller_templates"]]
         assert set(has) == {wanted}
         assert found["controller_credentials"] == []  # none is given
+
+
+def test_the_page_for_operators_names_all_of_it(data):
+    page = (specs.ROOT / "docs/awx.md").read_text()
+    listed = re.findall(r"^\| (vLLM [^|]+) \| `(\w+)`", page, re.M)
+    had = [(one["name"], one["playbook"].split("/")[1].removesuffix(".yml")) for one in data["controller_templates"]]
+    assert listed == had
+    table = page.partition("| variable | default | meaning |")[2].partition("\n\n")[0]
+    settings = specs.load(controller.DATA / "settings.yml")
+    assert sorted(re.findall(r"`(vllm_awx_\w+)`", table)) == sorted(settings)
+    for kind in ("controller_workflows", "controller_schedules"):
+        for one in data[kind]:
+            assert f"*{one['name']}*" in page.replace("\n", " ")
+    example = re.findall(r"^(vllm_awx_\w+): ", page, re.M)
+    assert example
+    assert set(example) <= set(settings)

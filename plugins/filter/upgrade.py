@@ -93,7 +93,8 @@ def vllm_upgrade_order(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any], 
         parts[hostvars[host]["__vllm_upgrade_plan"]["part"]].append(host)
     order = parts["first"] + parts["todo"]
     canary, rest = order[:canaries], order[canaries:]
-    return {"canary": canary, "rest": rest, "control": [host for host in rest if host in parts["todo"]][:1]}
+    control = [host for host in rest if host in parts["todo"]][:1] if canary else []
+    return {"canary": canary, "rest": rest, "control": control}
 
 
 def vllm_upgrade_way(left: Engines, wants: Engines, plan: t.Mapping[str, t.Any]) -> dict[str, list[str]]:

@@ -80,6 +80,7 @@ options:
   force:
     description:
       - Go on although someone else holds the lease.
+      - Also stop an engine whose balancer gives no answer, so that requests it still sends may be lost.
     type: bool
     default: false
 """

@@ -18,7 +18,11 @@ HEAD = (
 
 
 def vllm_gates(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) -> dict[str, str]:
-    """HOST/ENGINE -> URL of its gate, for every engine that the inventory declares on these hosts."""
+    """HOST/ENGINE -> where to ask whether it serves, for every engine that the inventory declares on these hosts.
+
+    Of a gate this is its URL, of HAProxies haproxy://ADDRESS:PORT,.../PROXY/SERVER where all are asked over TCP. About
+    what is left, uncounted:BACKEND, only its own host can be asked, and vllm_capacity says so.
+    """
     gates = {}
     for host in sorted(hosts):  # from a set operation, in no order
         values = hostvars[host]
@@ -26,10 +30,29 @@ def vllm_gates(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) -> dict[
         if address in ("0.0.0.0", "::"):  # noqa: S104 - the default: listens on all, so ask the host's own address
             address = values.get("ansible_host") or host
         for engine in values.get("vllm_engine_instances") or []:
-            gates[f"{host}/{engine['name']}"] = (
-                f"http://{f'[{address}]' if ':' in address else address}:{engine['port']}"
-            )
+            admission = _admission(values.get("vllm_engine_admission") or {}, engine.get("admission") or {})
+            if admission["backend"] == "gate" and engine.get("port") and values.get("vllm_engine_gate", True):
+                where = f"http://{f'[{address}]' if ':' in address else address}:{engine['port']}"
+            else:
+                where = _balancers(admission)
+            gates[f"{host}/{engine['name']}"] = where
     return gates
+
+
+def _admission(fleet: t.Mapping[str, t.Any], own: t.Mapping[str, t.Any]) -> dict[str, t.Any]:
+    """As the role vllm_engine joins the two."""
+    backend = own.get("backend") or fleet.get("backend") or "gate"
+    default = fleet if backend == (fleet.get("backend") or "gate") else {}
+    both = {**default, **{key: value for key, value in own.items() if value is not None}}
+    return {**both, "backend": backend}
+
+
+def _balancers(admission: t.Mapping[str, t.Any]) -> str:
+    backend = "none" if admission["backend"] == "gate" else admission["backend"]
+    sockets = admission.get("sockets") or []
+    if backend != "haproxy" or not sockets or any(one.startswith("/") for one in sockets):
+        return f"uncounted:{backend}"
+    return f"haproxy://{','.join(sockets)}/{admission.get('proxy')}/{admission.get('server')}"
 
 
 def vllm_roll_rows(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) -> list[dict[str, t.Any]]:

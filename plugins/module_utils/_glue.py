@@ -157,6 +157,12 @@ def exit_with(module: AnsibleModule, changes: dict[str, t.Callable[[], Outcome]]
     if len(results) == 1:
         only = next(iter(results.values()))
         result.update({key: value for key, value in only.items() if key not in ("failed", "msg")})
+    for name, found in results.items():
+        if found.get("admission_backend") == "none" and any("requests in flight" in one for one in found["actions"]):
+            module.warn(
+                f"engine '{name}' has admission none: nobody was told to keep requests away, and its own gauges alone "
+                "say that it has none"
+            )
     if errors:
         first = next(iter(errors.values()))
         first.details = {**result, "left": {name: found.details.get("left") for name, found in errors.items()}}

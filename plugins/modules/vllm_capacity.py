@@ -7,7 +7,7 @@ from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: vllm_capacity
-short_description: Count how many engines serve, by asking their gates as a router does
+short_description: Count how many engines serve, by asking their gates as a router does, or their HAProxies
 version_added: 0.1.0
 description:
   - Asks C(/ready) of each gate, all at once, and fails when fewer than O(min_serving) say 200 before the time-out.
@@ -31,6 +31,10 @@ options:
     description:
       - The gates to count, by a name for messages.
       - Each is the URL of a gate without a path, such as V(http://10.0.0.5:8001).
+      - An engine with admission C(haproxy) has V(haproxy://10.0.0.2:9999,10.0.0.3:9999/POOL/SERVER) in its place. It
+        counts when all of these HAProxies send to it.
+      - V(uncounted:BACKEND) is an engine that nobody but its own host can be asked about. It never counts, and too few
+        others are a failure at once.
     type: dict
     required: true
   min_serving:

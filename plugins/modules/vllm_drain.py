@@ -104,6 +104,12 @@ after:
   returned: when one engine is named
   type: dict
   sample: {"state": "drained", "level": null, "admission": "closed", "proved": true, "paused": true, "lease": "me"}
+admission_backend:
+  description:
+    - Whose word admission is, V(gate), V(haproxy) or V(command); with V(none) the engine alone was asked.
+  returned: when one engine is named
+  type: str
+  sample: gate
 elapsed:
   description: Seconds.
   returned: when one engine is named
@@ -114,6 +120,10 @@ timings:
   returned: when one engine is named
   type: dict
   sample: {"withdraw": 0.01, "await_router": 3.0, "await_idle": 1.9, "close": 0.01, "pause": 0.02}
+withdrawn_again:
+  description: How often, during a drain, a balancer had to be told again, since a reload or restart had forgotten it.
+  returned: when that happened
+  type: int
 requests_cut:
   description: Requests that O(mode=abort) cut.
   returned: when requests were cut

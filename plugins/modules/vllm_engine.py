@@ -106,6 +106,12 @@ after:
   returned: when one engine is named
   type: dict
   sample: {"state": "withdrawn", "level": null, "admission": "closed", "proved": true, "paused": false, "lease": "me"}
+admission_backend:
+  description:
+    - Whose word admission is, V(gate), V(haproxy) or V(command); with V(none) the engine alone was asked.
+  returned: when one engine is named
+  type: str
+  sample: gate
 elapsed:
   description: Seconds.
   returned: when one engine is named
@@ -121,6 +127,10 @@ went_back_to:
   returned: when it went back
   type: dict
   sample: {"name": "proved", "config_digest": "9c56", "runtime_version": "0.32.0"}
+withdrawn_again:
+  description: How often, during a drain, a balancer had to be told again, since a reload or restart had forgotten it.
+  returned: when that happened
+  type: int
 speed:
   description:
     - What was compared for O(min_speed_ratio), C(tokens_per_s) and C(before), in tokens a second; or C(why) nothing

@@ -86,6 +86,12 @@ after:
   returned: when one engine is named
   type: dict
   sample: {"state": "serving", "level": null, "admission": "open", "proved": true, "paused": false, "lease": null}
+admission_backend:
+  description:
+    - Whose word admission is, V(gate), V(haproxy) or V(command); with V(none) the engine alone was asked.
+  returned: when one engine is named
+  type: str
+  sample: gate
 elapsed:
   description: Seconds.
   returned: when one engine is named
@@ -105,6 +111,10 @@ recovered_from:
   description: The failure of the load that was made good by a restart.
   returned: when the engine was restarted for that
   type: str
+withdrawn_again:
+  description: How often, during a drain, a balancer had to be told again, since a reload or restart had forgotten it.
+  returned: when that happened
+  type: int
 requests_cut:
   description: Requests that O(mode=abort) cut.
   returned: when requests were cut

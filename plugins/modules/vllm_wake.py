@@ -94,6 +94,12 @@ after:
   returned: when one engine is named
   type: dict
   sample: {"state": "serving", "level": null, "admission": "open", "proved": true, "paused": false, "lease": null}
+admission_backend:
+  description:
+    - Whose word admission is, V(gate), V(haproxy) or V(command); with V(none) the engine alone was asked.
+  returned: when one engine is named
+  type: str
+  sample: gate
 elapsed:
   description: Seconds.
   returned: when one engine is named

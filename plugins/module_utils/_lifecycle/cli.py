@@ -37,6 +37,9 @@ def _parser() -> argparse.ArgumentParser:
         ("settle", "ExecStopPost: record the end, wait for the GPU memory"),
     ):
         commands.add_parser(name, help=text).add_argument("engine")
+    commands.add_parser(
+        "remind", help="tell a balancer again what it was told and has forgotten; changes no lease"
+    ).add_argument("engine")
     for name, text in (
         ("preload-preflight", "ExecStartPre of a preload daemon: check what it needs, and what it will read"),
         ("preload-ready", "ExecStartPost: wait until it holds its weights, and record them (reads $MAINPID)"),
@@ -204,6 +207,8 @@ def _run(arguments: argparse.Namespace) -> None:
         doors.drain(engine, _report, main_pid)
     elif arguments.command == "settle":
         doors.settle(engine, _report)
+    elif arguments.command == "remind":
+        doors.remind(engine, _report)
     else:
         request = LeaseRequest(owner=arguments.owner, reason=arguments.reason)
         wish = Wish(

@@ -29,6 +29,22 @@ class GateConfig:
 
 
 @dataclass(frozen=True)
+class AdmissionConfig:
+    """Who admits requests to an engine. ``timeout`` in seconds, for one question.
+
+    ``sockets``, ``proxy`` and ``server`` are of backend haproxy: the runtime sockets of all HAProxies that send to the
+    engine, each a path or ADDRESS:PORT, and the names that they know it by. ``command`` is of the backend of that name.
+    """
+
+    backend: str
+    sockets: list[str] = field(default_factory=list)
+    proxy: str = ""
+    server: str = ""
+    command: list[str] = field(default_factory=list)
+    timeout: float = 10.0
+
+
+@dataclass(frozen=True)
 class Traits:
     """The options that decide what weights look like in GPU memory. Empty or "auto": vLLM's own choice."""
 
@@ -123,6 +139,19 @@ class EngineConfig:
     adapters: list[AdapterConfig] = field(default_factory=list)
     leak_budget_gpu_mib: int = 1024
     leak_budget_host_mib: int = 4096
+    admission: AdmissionConfig | None = None
+
+    @property
+    def admission_backend(self) -> str:
+        """gate, haproxy, command or none. An engine that was to have our gate, and no port for it, has none."""
+        if self.admission is not None and self.admission.backend != "gate":
+            return self.admission.backend
+        return "gate" if self.gate else "none"
+
+    @property
+    def door(self) -> str:
+        """What sentences call it."""
+        return {"gate": "the gate", "haproxy": "HAProxy"}.get(self.admission_backend, "its balancer")
 
     @property
     def state_dir(self) -> Path:
@@ -159,13 +188,18 @@ _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "float": (int, float), "in
 # Objects inside an object, by the name of their class; "| None" behind it says that null is right as well.
 _PARTS: dict[str, type] = {
     "AdapterConfig": AdapterConfig,
+    "AdmissionConfig": AdmissionConfig,
     "GateConfig": GateConfig,
     "LoraLimits": LoraLimits,
     "PreloadUse": PreloadUse,
     "Traits": Traits,
     "WeightsPolicy": WeightsPolicy,
 }
-_CHOICES = {(PreloadUse, "mode"): ("zero_copy", "copy"), (WeightsPolicy, "method"): ("full", "sample")}
+_CHOICES = {
+    (AdmissionConfig, "backend"): ("gate", "haproxy", "command", "none"),
+    (PreloadUse, "mode"): ("zero_copy", "copy"),
+    (WeightsPolicy, "method"): ("full", "sample"),
+}
 
 
 def fits(value: t.Any, annotation: str) -> bool:

@@ -3,8 +3,9 @@
 
 """What the engine's unit calls: preflight, ready, drain and settle. systemd serialises them, so none takes the lock.
 
-``proved`` is these doors' word at the gate, ``admission`` is a play's or an operator's. So an engine that an operator
-stops, or a host that reboots, leaves the router before its stop and comes back by itself once its start is proved.
+``proved`` is these doors' word at the gate or balancer, ``admission`` is a play's or an operator's. So an engine that
+an operator stops, or a host that reboots, leaves the router before its stop and comes back by itself once its start is
+proved.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from . import (
     adapters,
     adapters_apply,
+    admission,
     claim,
     compile_cache,
     footprint,
@@ -34,8 +36,7 @@ from . import (
 from .config import EngineConfig
 from .deadline import Deadline
 from .engine import Engine
-from .errors import DeadlineExceeded, LifecycleError, Refused, Surprise, Unreachable, UsageError
-from .gate import Gate, GateDown
+from .errors import AdmissionDown, DeadlineExceeded, LifecycleError, Refused, Surprise, Unreachable, UsageError
 from .lease import LeaseRequest
 from .preload import peek
 from .transition import Report, Transition, Wish
@@ -321,10 +322,9 @@ class _DoorDrain(Transition):
 
     def drain(self) -> None:
         config = self.config
-        gate = Gate(config) if config.gate else None
         routed = True
         try:
-            routed = gate.observe().ready if gate else False
+            routed = self.door.observe().ready if self.door else False
         except LifecycleError as exc:
             self.report(f"{config.engine}: {exc}")
         _unprove(config, self.report)
@@ -333,7 +333,7 @@ class _DoorDrain(Transition):
             self._await_router()
         try:
             self._quiet(self.deadline)
-        except GateDown as exc:
+        except AdmissionDown as exc:
             self.report(f"{config.engine}: {exc}; the engine's own gauges decide")
             self._quiet_without_gate()
 
@@ -365,6 +365,18 @@ def drain(config: EngineConfig, report: Report, main_pid: int) -> None:
     finally:
         job.engine.close()
     report(f"{config.engine}: drained in {job.deadline.elapsed:.1f} s")
+
+
+def remind(config: EngineConfig, report: Report) -> None:
+    """Between changes: what a reload of the balancer has forgotten. A change that runs tells it by itself.
+
+    :raises AdmissionDown: the balancer gives no answer.
+    """
+    door = admission.choose(config)
+    if door is not None and door.remind():
+        report(f"{config.engine}: {config.door} had forgotten what it was told, and was told again")
+    else:
+        report(f"{config.engine}: {config.door} does as it was told" if door else f"{config.engine}: admission is none")
 
 
 def settle(config: EngineConfig, report: Report) -> None:
@@ -419,10 +431,19 @@ def _unprove(config: EngineConfig, report: Report) -> None:
 
 
 def _tell_gate(config: EngineConfig, proved: str, report: Report) -> None:
-    """A gate that is down reads the file when it starts, so that is no reason to fail."""
-    if config.gate is None:
+    """A gate that is down reads the file when it starts, so that is no reason to fail.
+
+    Nor is a balancer's silence or error: vllm_info shows that it differs, and who admits the engine tells it again.
+    """
+    door = admission.choose(config)
+    if door is None:
         return
     try:
-        Gate(config).set("proved", proved)
-    except GateDown as exc:
-        report(f"{config.engine}: {exc}; it will read proved={proved} from {config.gate.map} when it starts")
+        door.set("proved", proved)
+    except AdmissionDown as exc:
+        when = f"read proved={proved} from {config.gate.map} when it starts" if config.gate else "be told again"
+        report(f"{config.engine}: {exc}; it will {when}")
+    except Surprise as exc:
+        if config.gate:
+            raise
+        report(f"{config.engine}: {exc}; it is to be told again")

@@ -69,6 +69,10 @@ class Unreachable(LifecycleError):
         self.kind = kind
 
 
+class AdmissionDown(LifecycleError):
+    """Whoever admits requests to an engine, its gate or a balancer, gave no answer."""
+
+
 class Answered(LifecycleError):
     """An answer that says no."""
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from . import lease, store
 from .config import EngineConfig, GateConfig
 from .deadline import Deadline
-from .errors import LifecycleError, Surprise, UsageError
+from .errors import AdmissionDown, Surprise, UsageError
 from .http import Client
 
 ADMISSIONS = ("open", "withdrawn", "closed")
@@ -28,16 +28,17 @@ COMMAND_TIMEOUT = 5.0
 CURRENT = "@1"
 
 
-class GateDown(LifecycleError):
+class GateDown(AdmissionDown):
     """The gate's master socket gave no answer."""
 
 
 @dataclass(frozen=True)
 class GateState:
-    """What the gate does for one engine.
+    """What the gate, or a balancer in its place, does for one engine.
 
     ``sessions`` are requests in the gate now, in its running and its older, finishing workers; ``total`` is the number
-    of requests that the running worker ever sent to the engine.
+    of requests that the running worker ever sent to the engine. ``told`` is what it was told last, where it does
+    something else, and ``differs`` says so: a balancer may forget.
     """
 
     admission: str
@@ -45,11 +46,18 @@ class GateState:
     backend_up: bool
     sessions: int
     total: int
+    told: str = ""
+    differs: str = ""
 
     @property
     def ready(self) -> bool:
         """What GET /ready tells the router."""
-        return self.admission == "open" and self.proved and self.backend_up
+        return self.admission == "open" and self.proved and self.backend_up and not self.told
+
+    @property
+    def forgot(self) -> bool:
+        """Whether requests come that were to be kept away."""
+        return self.admission == "open" and self.told not in ("", "open")
 
 
 class Gate:
@@ -123,6 +131,10 @@ class Gate:
             for worker in self._older_workers():
                 with suppress(GateDown):  # it has ended meanwhile
                     self._set(worker, key, value)
+
+    def remind(self) -> bool:
+        """A gate reads its file when it starts, and so forgets nothing."""
+        return False
 
     def _set(self, worker: str, key: str, value: str) -> None:
         entry = f"map {self.config.map} {key} {value}"

@@ -10,12 +10,12 @@ import time
 import typing as t
 from dataclasses import asdict, dataclass, field
 
-from . import adapters, footprint, generations, gpu, lease, pairing
+from . import adapters, admission, footprint, generations, gpu, lease, pairing
 from .adapters import EngineAdapters
 from .config import EngineConfig
 from .engine import SLEEP_STATES, Engine, Metrics, Served
 from .errors import LifecycleError, Unreachable
-from .gate import Gate, GateState
+from .gate import GateState
 from .host import MemoryState, host_memory
 from .lease import Lease, SleepRecord
 from .pairing import EnginePreload
@@ -93,6 +93,8 @@ class Observation:
     weights_digest: str = ""
     # Why its process is due for a restart: its sleeps have left too much memory behind.
     leak: str = ""
+    # Whose word ``gate`` is: gate, haproxy or command; with none there is nobody to ask.
+    admission_backend: str = "gate"
 
     @property
     def in_flight(self) -> int | None:
@@ -130,7 +132,7 @@ class Observation:
         value["summary"] = self.summary()
         value["restarted_by"] = self.restarted_by
         if self.gate is not None:
-            value["gate"]["ready"] = self.gate.ready
+            value["gate"].update(ready=self.gate.ready, forgot=self.gate.forgot)
         if self.lease is not None:
             value["lease"]["expired"] = self.lease.expires <= time.time()
         return value
@@ -157,7 +159,8 @@ def observe(config: EngineConfig) -> Observation:
     api = None
     if unit is not None and unit.active_state == "active":
         api = _observe_api(config, looker)
-    gate = looker.look("gate", Gate(config).observe) if config.gate else None
+    has_gate = config.admission_backend != "none"
+    gate = looker.look("gate", lambda: _observe_gate(config)) if has_gate else None
     held = looker.look("lease", lambda: lease.read(config.engine))
     started = looker.look("ready", lambda: lease.last_start(config.engine))
     last = looker.look("last_transition", lambda: lease.last_transition(config.engine))
@@ -174,7 +177,7 @@ def observe(config: EngineConfig) -> Observation:
         api,
         gate,
         sleep,
-        has_gate=config.gate is not None,
+        has_gate=has_gate,
         unseen=looker.unseen,
         lent=lent,
     )
@@ -193,7 +196,7 @@ def observe(config: EngineConfig) -> Observation:
         unit=unit,
         api=api,
         gate=gate,
-        has_gate=config.gate is not None,
+        has_gate=has_gate,
         gpus=devices,
         memory=looker.look("memory", lambda: host_memory(unit.control_group, unit.pids)) if unit else None,
         lease=held,
@@ -213,7 +216,13 @@ def observe(config: EngineConfig) -> Observation:
         if unit
         else "",
         leak=footprint.leak(cycles, config.leak_budget_gpu_mib, config.leak_budget_host_mib) if cycles else "",
+        admission_backend=config.admission_backend,
     )
+
+
+def _observe_gate(config: EngineConfig) -> GateState | None:
+    door = admission.choose(config)
+    return door.observe() if door else None
 
 
 def _host_copy(cycles: footprint.Cycles | None, started: dict[str, t.Any] | None, lent: bool) -> int | None:
@@ -284,10 +293,26 @@ def derive(
 ) -> tuple[str, int | None, list[str]]:
     """(state, sleep level, reasons) from the signals. Pure; missing or contradicting signals are ``unknown``.
 
+    A balancer that does something else than it was told is always among the reasons.
+
     ``sleep`` is our own record of the process that runs now: the engine repeats whatever level was asked of it last,
     and after a plain wake from level 2 it says awake while its weights are gone; unless they are ``lent`` by a preload
     daemon, and never slept.
     """
+    state, level, reasons = _derive(unit, api, gate, sleep, has_gate=has_gate, unseen=unseen, lent=lent)
+    return state, level, [*reasons, gate.differs] if gate is not None and gate.differs else reasons
+
+
+def _derive(
+    unit: UnitState | None,
+    api: ApiState | None,
+    gate: GateState | None,
+    sleep: SleepRecord | None,
+    *,
+    has_gate: bool,
+    unseen: t.Mapping[str, str],
+    lent: bool,
+) -> tuple[str, int | None, list[str]]:
     if unit is None:
         return "unknown", None, [unseen.get("unit", "systemd was not seen")]
     if unit.active_state == "inactive":
@@ -356,6 +381,8 @@ def _derive_awake(api: ApiState, gate: GateState | None) -> tuple[str, int | Non
     locked = api.paused or (api.dev_mode is False and gate is not None)
     if api.paused and gate is not None and gate.admission == "open":
         return "draining", None, [*reasons, "paused while the gate still admits requests: they wait until it resumes"]
+    if gate is not None and gate.forgot:
+        return "draining", None, reasons  # somebody wants it out, and requests come
     out = gate is not None and gate.admission != "open"
     if api.paused or out:
         if busy:
@@ -365,6 +392,6 @@ def _derive_awake(api: ApiState, gate: GateState | None) -> tuple[str, int | Non
         return ("drained" if locked and closed and api.in_flight is not None else "withdrawn"), None, reasons
     if gate is not None and not gate.ready:
         missing = [] if gate.proved else ["its start is not proved"]
-        missing += [] if gate.backend_up else ["the gate's health check fails"]
+        missing += [] if gate.backend_up else ["the gate's health check fails"]  # of a balancer, its own
         return "withdrawn", None, [*reasons, *missing]
     return "serving", None, reasons

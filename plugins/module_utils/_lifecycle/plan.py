@@ -13,7 +13,7 @@ from .source import ZERO_COPY
 
 
 class Step(t.NamedTuple):
-    """One thing to do. ``says`` completes the sentence of the module's ``actions``."""
+    """One thing to do. ``says`` completes the sentence of the module's ``actions``, for an engine's ``door``."""
 
     name: str
     says: str
@@ -21,19 +21,19 @@ class Step(t.NamedTuple):
 
 
 LEASE = Step("lease", "take the lease")
-WITHDRAW = Step("withdraw", "withdraw it at the gate")
+WITHDRAW = Step("withdraw", "withdraw it at {door}")
 AWAIT_ROUTER = Step("await_router", "wait until the router has seen it", mutates=False)
 RESUME = Step("resume", "resume a paused engine")
 AWAIT_IDLE = Step("await_idle", "wait for the requests in flight", mutates=False)
-CLOSE = Step("close", "close the gate for new requests")
-AWAIT_CLOSED = Step("await_closed", "wait for requests that came before the gate closed", mutates=False)
+CLOSE = Step("close", "close {door} for new requests")
+AWAIT_CLOSED = Step("await_closed", "wait for requests that came before {door} closed", mutates=False)
 PAUSE = Step("pause", "pause the engine")
 STOP = Step("stop", "stop the unit")
 START = Step("start", "start the unit and wait until it is proved ready")
 COMPARE_SPEED = Step("compare_speed", "compare its speed with that of the configuration before", mutates=False)
 PROVE = Step("prove", "prove it by a completion", mutates=False)
-ADMIT = Step("admit", "admit it at the gate")
-AWAIT_READY = Step("await_ready", "wait until /ready is 200", mutates=False)
+ADMIT = Step("admit", "admit it at {door}")
+AWAIT_READY = Step("await_ready", "wait until {ready}", mutates=False)
 RELEASE = Step("release", "release the lease")
 
 SLEEP = Step("sleep", "put it to sleep")
@@ -152,6 +152,11 @@ def _admission(now: Observation) -> str:
     return now.gate.admission if now.gate else ""
 
 
+def _again(now: Observation) -> list[Step]:
+    """What a balancer has forgotten of an engine that is where it should be otherwise."""
+    return [CLOSE] if now.gate is not None and now.gate.forgot else []
+
+
 def _lease(now: Observation, options: Options, purpose: str) -> list[Step]:
     """Needed unless it is ours already, for this. What was drained on purpose keeps that purpose."""
     held = now.lease
@@ -204,6 +209,12 @@ def _drained(now: Observation, options: Options) -> list[Step]:
             f"engine '{now.engine}' on {now.host} has no development endpoints, so it cannot freeze its requests",
             next_step="use mode wait, or set dev_mode: true for it and restart it",
         )
+    if not now.has_gate and not (now.api and now.api.dev_mode):
+        raise Refused(
+            f"engine '{now.engine}' on {now.host} has neither admission (it is none) nor development endpoints, so "
+            "nothing would keep it drained",
+            next_step="name its gate or balancer in admission, or set dev_mode: true for it and restart it",
+        )
     pause = [PAUSE] if now.api and now.api.dev_mode else []
     return [*_lease(now, options, "drained"), *_out(now, "drained"), *pause]
 
@@ -237,21 +248,22 @@ def _started(now: Observation, options: Options) -> list[Step]:
 
 def _stopped(now: Observation, options: Options) -> list[Step]:
     if now.state == "stopped":
-        return []
-    return [*_lease(now, options, "stopped"), *_down(now)]
+        again = _again(now)
+        return [*_lease(now, options, "stopped"), *again] if again else []
+    return [*_lease(now, options, "stopped"), *_down(now, options)]
 
 
 def _restarted(now: Observation, options: Options) -> list[Step]:
     if options.run and now.state in AWAKE and not _is_stopping(now) and now.restarted_by == options.run:
         return _finish(now, options)
-    down = [] if now.state == "stopped" else _down(now)
+    down = [] if now.state == "stopped" else _down(now, options)
     return [*_lease(now, options, "restarted"), *down, START, *_back(now)]
 
 
 def _rolled_back(now: Observation, options: Options) -> list[Step]:
     """To the last proved configuration that is another than the one on disk, once for each run."""
     back = now.went_back or {}
-    down = [] if now.state == "stopped" else _down(now)
+    down = [] if now.state == "stopped" else _down(now, options)
     if options.run and back.get("run") == options.run and back.get("config_digest") == now.config_digest:
         # This run has put it in place; whether a process runs with it is another matter.
         if now.state in AWAKE and now.stale is False:
@@ -280,7 +292,7 @@ def _asleep(now: Observation, options: Options) -> list[Step]:
         kv_only = now.sleep is not None and now.sleep.kv_only
         there = now.state == "asleep" and now.level == level and (level != 0 or kv_only == options.kv_only)
         if there and (now.sleep is None or now.sleep.proved):
-            return _lease(now, options, "asleep")
+            return [*_lease(now, options, "asleep"), *_again(now)]
         if not there and not options.deepen:
             _refuse(now, f"sleep at level {level} (it sleeps at {now.level})", "wake it first, or allow deepen")
         # A second /sleep would answer 200 and do nothing: awake first, without serving in between. So also where a
@@ -477,10 +489,19 @@ def _adapters(now: Observation, *, read: bool = False) -> list[Step]:
     return [ADAPTERS] if doubtful and now.adapters is not None and now.adapters.kept else []
 
 
-def _down(now: Observation) -> list[Step]:
+def _down(now: Observation, options: Options) -> list[Step]:
     """To a stopped unit. What is awake drains first; what is unknown is taken out and stopped."""
     if _is_stopping(now):
         return [STOP]
+    if now.gate is None and now.admission_backend in ("haproxy", "command") and not options.force:
+        # A gate that is down lets nothing through. A balancer that only we do not reach sends on.
+        raise UnknownState(
+            f"engine '{now.engine}' on {now.host} is {now.state}, and whether its balancer sends it requests cannot be "
+            f"seen: {now.unseen.get('gate', 'it was not seen')}",
+            next_step="make the balancer answer; with force: true the engine stops nevertheless, and requests may be "
+            "lost",
+            unseen=now.unseen,
+        )
     if now.state in AWAKE:
         quiet = now.state == "drained"
         return [*([] if quiet else _out(now, "stopped")), STOP]

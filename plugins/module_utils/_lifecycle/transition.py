@@ -11,12 +11,21 @@ import typing as t
 from contextlib import ExitStack
 from dataclasses import replace
 
-from . import adapters_apply, claim, compile_cache, footprint, generations, golden, gpu, lease, weights
+from . import adapters_apply, admission, claim, compile_cache, footprint, generations, golden, gpu, lease, weights
+from .balancer import BalancerDown
 from .config import EngineConfig
 from .deadline import Deadline
 from .engine import Engine, Metrics
-from .errors import DeadlineExceeded, LifecycleError, Mismatch, Refused, Surprise, UnknownState, Unreachable
-from .gate import Gate
+from .errors import (
+    DeadlineExceeded,
+    LifecycleError,
+    Mismatch,
+    Refused,
+    Surprise,
+    UnknownState,
+    Unreachable,
+    UsageError,
+)
 from .host import host_memory
 from .lease import LeaseRequest, SleepRecord
 from .observe import Observation, observe
@@ -97,7 +106,8 @@ def change(config: EngineConfig, wish: Wish, *, check: bool = False, report: Rep
         actions = [_sentence(config, step) for step in steps]
         after = predict(now, steps, options)
         changed = any(step.mutates for step in steps)
-        return Outcome(changed, actions, now.summary(), after, round(deadline.elapsed, 3), {}, {})
+        extra = {"admission_backend": config.admission_backend}
+        return Outcome(changed, actions, now.summary(), after, round(deadline.elapsed, 3), {}, extra)
     with ExitStack() as locks:
         locks.enter_context(lease.locked(config.engine, deadline))
         # Two engines of one GPU would measure, free and take each other's memory. In one order, so that none waits in
@@ -137,7 +147,12 @@ def _plan(now: Observation, wish: Wish, digest: str = "") -> tuple[list[Step], O
 
 
 def _sentence(config: EngineConfig, step: Step) -> str:
-    return f"{config.engine}: {step.says}"
+    return f"{config.engine}: {_says(config, step)}"
+
+
+def _says(config: EngineConfig, step: Step) -> str:
+    gated = config.admission_backend == "gate"
+    return step.says.format(door=config.door, ready="/ready is 200" if gated else f"{config.door} sends to it")
 
 
 class Transition:
@@ -151,9 +166,10 @@ class Transition:
         self.report = report
         self.engine = Engine(config)
         self.unit = Unit(config.unit)
+        self.door = admission.choose(config)
         self.actions: list[str] = []
         self.timings: dict[str, float] = {}
-        self.extra: dict[str, t.Any] = {}
+        self.extra: dict[str, t.Any] = {"admission_backend": config.admission_backend}
         self.changed = False
 
     def run(self) -> Outcome:
@@ -218,7 +234,8 @@ class Transition:
                 self.extra["recovered_from"] = str(exc)
                 if "journal" in exc.details:
                     self.extra["journal"] = exc.details["journal"]
-                self.report(f"{self.config.engine}: {exc}; goes on with: {', '.join(one.says for one in rescue)}")
+                on = ", ".join(_says(self.config, one) for one in rescue)
+                self.report(f"{self.config.engine}: {exc}; goes on with: {on}")
                 limits = self.config.stop_timeout + self.config.start_timeout
                 self.deadline = Deadline(max(self.deadline.left, limits))
                 for one in rescue:
@@ -304,13 +321,18 @@ class Transition:
         lease.release(self.config.engine)
 
     def _withdraw(self) -> None:
-        Gate(self.config).set("admission", "withdrawn")
+        self._tell("withdrawn")
 
     def _close(self) -> None:
-        Gate(self.config).set("admission", "closed")
+        self._tell("closed")
 
     def _admit(self) -> None:
-        Gate(self.config).set("admission", "open")
+        self._tell("open")
+
+    def _tell(self, word: str) -> None:
+        if self.door is None:
+            raise UsageError(f"engine '{self.config.engine}' has admission none: nobody can be told '{word}'")
+        self.door.set("admission", word)
 
     def _await_router(self) -> None:
         ends = self.deadline.sooner(self.config.router_detection)
@@ -343,8 +365,10 @@ class Transition:
         self._await_idle()
 
     def _quiet(self, deadline: Deadline) -> None:
-        """Until gate and engine are without work, several readings in a row, no request having passed between them."""
-        gate = Gate(self.config) if self.config.gate else None
+        """Until gate and engine are without work, several readings in a row, no request having passed between them.
+
+        A balancer that has forgotten what it was told is told again: what it sent meanwhile is waited for as well.
+        """
         quiet = 0
         total = -1
         told = time.monotonic()
@@ -352,28 +376,33 @@ class Transition:
         progress = time.monotonic()
         while True:
             metrics = self.engine.metrics(CALL_TIMEOUT)
-            door = gate.observe() if gate else None
+            door = self.door.observe() if self.door else None
             running, waiting = _counts(metrics, self.config.engine)
             sessions = door.sessions if door else 0
+            passed = door.total if door else 0
+            # Tokens, too: a balancer that says it sends nothing may still, and some answers are short.
+            rests = passed == total and metrics.tokens == tokens and not (door and door.forgot)
+            quiet = quiet + 1 if not running + waiting + sessions and rests else 0
+            total = passed
             if metrics.tokens != tokens:
                 tokens, progress = metrics.tokens, time.monotonic()
-            passed = door.total if door else 0
-            quiet = quiet + 1 if not running + waiting + sessions and passed == total else 0
-            total = passed
+            if door and door.forgot and self.door and self.door.remind():
+                self.report(f"{self.config.engine}: {door.differs}; told it again")
+                self.extra["withdrawn_again"] = self.extra.get("withdrawn_again", 0) + 1
             if quiet >= QUIET_READINGS:
                 return
             if time.monotonic() - told > 5:
                 told = time.monotonic()
                 self.report(
-                    f"{self.config.engine}: {running} running, {waiting} waiting, {sessions} session(s) at the gate, "
-                    f"{deadline.left:.0f} s left"
+                    f"{self.config.engine}: {running} running, {waiting} waiting, {sessions} session(s) at "
+                    f"{self.config.door}, {deadline.left:.0f} s left"
                 )
             if not deadline.rest(QUIET_INTERVAL):
                 still = time.monotonic() - progress
                 raise DeadlineExceeded(
                     f"engine '{self.config.engine}' on {socket.gethostname()} still has {running} running and "
-                    f"{waiting} waiting request(s) and {sessions} session(s) at the gate after {deadline.seconds:g} s"
-                    + (f"; no token came for {still:.0f} s" if still > 5 else ""),
+                    f"{waiting} waiting request(s) and {sessions} session(s) at {self.config.door} after "
+                    f"{deadline.seconds:g} s" + (f"; no token came for {still:.0f} s" if still > 5 else ""),
                     next_step="raise timeout, choose mode=abort and have the cut requests counted, or put it back with "
                     "vllm_drain state=serving",
                     left={
@@ -432,7 +461,9 @@ class Transition:
             raise Surprise(
                 f"engine '{self.config.engine}' on {socket.gethostname()} was paused with {running} running and "
                 f"{waiting} waiting request(s); it was resumed",
-                next_step="something reaches the engine's socket past the gate: find it, and run this again",
+                next_step="nobody keeps requests away from an engine with admission none: drain it while no client asks"
+                if self.door is None
+                else f"something reaches the engine's socket past {self.config.door}: find it, and run this again",
             )
 
     def _resume(self) -> None:
@@ -467,22 +498,23 @@ class Transition:
         self.extra["proof"] = golden.prove(self.engine, self.deadline, self.report).asdict()
 
     def _await_ready(self) -> None:
-        """The router's own question, over the network."""
-        gate = Gate(self.config)
-        why = "/ready is 503"
-        while True:
+        """The router's own question, over the network; or, of a balancer, whether it sends."""
+        while self.door is not None:
             try:
-                if gate.ready(CALL_TIMEOUT):
+                if self.door.ready(CALL_TIMEOUT):
                     return
-                state = gate.observe()
-                why = f"/ready is 503: admission {state.admission}, proved {state.proved}, engine up {state.backend_up}"
-            except Unreachable as exc:
+                state = self.door.observe()
+                why = f"admission {state.admission}, proved {state.proved}, engine up {state.backend_up}"
+                why = f"not ready: {why}{f'; {state.differs}' if state.differs else ''}"
+            except (Unreachable, BalancerDown) as exc:
                 why = str(exc)
             if not self.deadline.rest(0.1):
                 raise DeadlineExceeded(
-                    f"the gate of engine '{self.config.engine}' on {socket.gethostname()} does not show it "
+                    f"{self.config.door} of engine '{self.config.engine}' on {socket.gethostname()} does not show it "
                     f"ready: {why}",
-                    next_step="systemctl status vllm-gate.service; run this again",
+                    next_step="systemctl status vllm-gate.service; run this again"
+                    if self.config.admission_backend == "gate"
+                    else "see that its own health check reaches the engine, and run this again",
                 )
 
     def _sleep(self) -> None:
@@ -654,6 +686,7 @@ class Transition:
     def _roll_back(self) -> None:
         self.extra["went_back_to"] = generations.target(self.config)
         self.config = generations.go_back(self.config, self.wish.lease.run)
+        self.door = admission.choose(self.config)
         self.engine.close()
         self.engine = Engine(self.config)
 

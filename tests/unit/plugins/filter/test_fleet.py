@@ -26,6 +26,27 @@ def test_gates_of_a_host(values, address):
     assert gates == {"e1/chat": f"http://{address}:8001", "e1/code": f"http://{address}:8002"}
 
 
+HAPROXY = {"backend": "haproxy", "sockets": ["10.0.0.2:9999", "10.0.0.3:9999"], "proxy": "chat"}
+
+
+@pytest.mark.parametrize(
+    ("default", "engine", "values", "where"),
+    [
+        ({}, {"port": 8001, "admission": None}, {}, "http://e1:8001"),
+        (HAPROXY, {"admission": {"server": "e1"}}, {}, "haproxy://10.0.0.2:9999,10.0.0.3:9999/chat/e1"),
+        (HAPROXY, {"port": 8001, "admission": {"backend": "gate"}}, {}, "http://e1:8001"),
+        (HAPROXY, {"admission": {"backend": "none"}}, {}, "uncounted:none"),
+        (HAPROXY, {"admission": {"sockets": ["/run/haproxy.sock"], "server": "e1"}}, {}, "uncounted:haproxy"),
+        ({"backend": "command", "command": ["/x"]}, {}, {}, "uncounted:command"),
+        ({}, {}, {}, "uncounted:none"),  # no port, no gate
+        ({}, {"port": 8001}, {"vllm_engine_gate": False}, "uncounted:none"),
+    ],
+)
+def test_where_an_engine_without_our_gate_is_counted(default, engine, values, where):
+    host = {**values, "vllm_engine_admission": default, "vllm_engine_instances": [{"name": "chat", **engine}]}
+    assert fleet.vllm_gates(["e1"], {"e1": host}) == {"e1/chat": where}
+
+
 def test_hosts_without_engines_have_no_gates():
     assert fleet.vllm_gates(["e1"], {"e1": {}}) == {}
 

@@ -54,8 +54,12 @@ def api_state(paused=False, sleeping=None, running=0, waiting=0, sleep="awake", 
     )
 
 
-def gate_state(admission="open", proved=True, up=True, sessions=0):
-    return GateState(admission=admission, proved=proved, backend_up=up, sessions=sessions, total=7)
+def gate_state(admission="open", proved=True, up=True, sessions=0, told=""):
+    """``told`` is of a balancer that does something else than it was told."""
+    differs = f"HAProxy has it {admission}, though it was told {told}" if told else ""
+    return GateState(
+        admission=admission, proved=proved, backend_up=up, sessions=sessions, total=7, told=told, differs=differs
+    )
 
 
 def lease(owner=OURS, purpose="restarted", restore="open", run="r1"):
@@ -70,7 +74,9 @@ def sleep_record(level=2, awake=(), kv_only=False, proved=True):
     return SleepRecord(main_pid=10, level=level, kv_only=kv_only, awake=list(awake), proved=proved)
 
 
-def observation(unit=..., api=..., gate=..., held=None, has_gate=True, last=None, sleep=None, unseen=None):
+def observation(
+    unit=..., api=..., gate=..., held=None, has_gate=True, last=None, sleep=None, unseen=None, backend="gate"
+):
     """An Observation whose state is derived from its signals, as in the product."""
     unit = unit_state() if unit is ... else unit
     gate = gate_state() if gate is ... else gate
@@ -99,4 +105,5 @@ def observation(unit=..., api=..., gate=..., held=None, has_gate=True, last=None
         sleep=sleep,
         runtime_version="0.32.0",
         stale=None,
+        admission_backend=backend if has_gate else "none",
     )

@@ -262,6 +262,38 @@ def test_capacity_of_what_is_no_url_fails_at_once(url):
         capacity.await_serving({"gpu1/chat": url}, 1, timeout=60)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "haproxy://10.0.0.2:9999",
+        "haproxy://10.0.0.2/pool/e1",
+        "haproxy://10.0.0.2:9999/pool/e1; shutdown sessions server pool/e1",
+        "haproxy:///run/haproxy.sock/pool/e1",
+        "uncounted:",
+    ],
+)
+def test_capacity_of_what_is_no_haproxy_fails_at_once(url):
+    with pytest.raises(UsageError, match=r"gpu1/chat is .* no URL"):
+        capacity.await_serving({"gpu1/chat": url}, 1, timeout=60)
+
+
+def test_capacity_never_counts_an_engine_that_nobody_can_be_asked_about(gates, monkeypatch):
+    monkeypatch.setattr(capacity.Deadline, "rest", lambda *_unused: pytest.fail("it waits in vain"))
+    endpoints = {**gates, "d": "uncounted:command"}
+    ready = capacity.await_serving(endpoints, 0, timeout=60)["serving"]
+    assert "d" not in ready
+    with pytest.raises(Refused, match="about d: it has admission command, so nobody but its own host") as caught:
+        capacity.await_serving(endpoints, len(endpoints), timeout=60)
+    assert caught.value.details["left"].keys() == {"d"}
+    assert "lower min_serving" in caught.value.next_step
+
+
+def test_capacity_of_a_haproxy_without_an_answer_does_not_count():
+    found = capacity.await_serving({"a": "haproxy://127.0.0.1:1/pool/e1"}, 0, timeout=1)
+    assert found["serving"] == []
+    assert "gives no answer" in found["left"]["a"]
+
+
 def test_capacity_above_what_there_is_fails_at_once(gates):
     begun = time.monotonic()
     with pytest.raises(UsageError, match="min_serving is 4, yet 3"):

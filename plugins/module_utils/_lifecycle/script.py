@@ -1,0 +1,110 @@
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""Calls an operator's own command, which speaks to whatever balances their fleet.
+
+It is called with a verb and the engine's name: withdraw, close and admit act; status and sessions answer a JSON object
+and change nothing. It exits with 0 when it has done so, with 3 when its balancer gave no answer; anything else failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import typing as t
+
+from .balancer import Balancer, BalancerDown, Look
+from .config import EngineConfig
+from .errors import Surprise, UsageError
+from .gate import ADMISSIONS
+
+VERBS = {"open": "admit", "withdrawn": "withdraw", "closed": "close"}
+NO_ANSWER = 3
+# All that it gets: the same from a play, a unit and a terminal. What it has to keep secret is in files of its own.
+ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8"}
+
+
+class Script(Balancer):
+    """The operator's command for one engine."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        if not self.config.command or not self.config.command[0].startswith("/"):
+            raise UsageError(
+                f"engine '{config.engine}' has admission command with command {self.config.command}",
+                next_step="give it a list whose first word is the absolute path of an executable file",
+            )
+
+    def tell(self, word: str) -> None:
+        self._call(VERBS[word])
+
+    def look(self) -> list[Look]:
+        status, sessions = self._answer("status"), self._answer("sessions")
+        word, up = status.get("admission"), status.get("up", True)
+        count, total = sessions.get("sessions"), sessions.get("total", 0)
+        numbers = [isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in (count, total)]
+        if word not in ADMISSIONS or not isinstance(up, bool) or not all(numbers):
+            raise Surprise(
+                f"{self.config.command[0]} says status {status} and sessions {sessions} of engine '{self.engine}'",
+                next_step=f'status answers {{"admission": {" or ".join(ADMISSIONS)}, "up": true}}, sessions '
+                '{"sessions": 0, "total": 0}; up and total may be left out',
+            )
+        return [Look(self.config.command[0], word, up, t.cast(int, count), t.cast(int, total))]
+
+    def _answer(self, verb: str) -> dict[str, t.Any]:
+        text = self._call(verb)
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            raise Surprise(
+                f"{self.config.command[0]} {verb} {self.engine} answered no JSON object: {text[:200]!r}",
+                next_step="let it write one JSON object to its standard output, and messages to its standard error",
+            )
+        return value
+
+    def _call(self, verb: str) -> str:
+        """Its standard output.
+
+        :raises BalancerDown: no answer within the time limit, or it says that it had none.
+        :raises Surprise: it failed.
+        """
+        argv = [*self.config.command, verb, self.engine]
+        here = f"{self.config.command[0]} {verb} {self.engine} on {socket.gethostname()}"
+        try:
+            process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=ENVIRONMENT,
+                cwd="/",
+                start_new_session=True,
+            )
+        except OSError as exc:
+            raise BalancerDown(
+                f"{here} cannot be called: {exc}", next_step="put the file there, executable for root"
+            ) from exc
+        with process:
+            try:
+                out, err = process.communicate(timeout=self.config.timeout)
+            except subprocess.TimeoutExpired as exc:
+                # Its children, too, which would keep the pipes open.
+                os.killpg(process.pid, signal.SIGKILL)
+                raise BalancerDown(
+                    f"{here} did not end within {self.config.timeout:g} s, and was killed; whether it had an effect is "
+                    "not known",
+                    next_step="raise timeout in the engine's admission, or mend the command; then run this again",
+                ) from exc
+        if process.returncode == 0:
+            return out.decode("utf-8", "replace")
+        error = BalancerDown if process.returncode == NO_ANSWER else Surprise
+        says = " ".join(err.decode("utf-8", "replace").split())[-300:] or "nothing on its standard error"
+        raise error(
+            f"{here} ended with {process.returncode}: {says}",
+            next_step="call it by hand, as root, with an empty environment, and see that it exits with 0",
+        )

@@ -114,7 +114,7 @@ class Play:
                 self._block(task, own)
             return
         (action,) = [key for key in task if key not in KEYWORDS]
-        if action == "ansible.builtin.import_tasks":
+        if action in ("ansible.builtin.import_tasks", "ansible.builtin.include_tasks"):
             if not self._holds(task.get("when", []), own):
                 return
             path = self.here[-1] / str(task[action])
@@ -178,7 +178,10 @@ class Play:
     def _role(self, name: str, tasks_from: str) -> dict:
         assert self.role is not None, f"role {name} is used, and nothing stands for it"
         self._note(f"{name}/{tasks_from}", {})
-        self.facts.update(self.role(name, tasks_from))
+        try:
+            self.facts.update(self.role(name, tasks_from))
+        except Failed as exc:
+            return {"failed": True, "msg": str(exc)}
         return {"changed": False}
 
     def _note(self, what: str, arguments: dict) -> None:

@@ -26,7 +26,7 @@ class Fleet:
     def __init__(self, name: str, *more: Path) -> None:
         self.name = name
         self.more = more
-        self.inventory = Path(self._lab("inventory", "--path").strip())
+        self.inventory = Path(self.lab("inventory", "--path").strip())
         groups = json.loads(self.inventory.read_text())["all"]["children"]
         self.address = {
             host: values["ansible_host"] for group in groups.values() for host, values in group["hosts"].items()
@@ -35,7 +35,7 @@ class Fleet:
         self.bin = Path(sys.executable).parent
         self.router = f"http://{self.address['r1']}:8000"
 
-    def _lab(self, verb: str, *arguments: str, check: bool = True) -> str:
+    def lab(self, verb: str, *arguments: str, check: bool = True) -> str:
         done = subprocess.run(
             [LAB, verb, "--name", self.name, *arguments], capture_output=True, text=True, timeout=120, check=False
         )
@@ -43,13 +43,17 @@ class Fleet:
         return done.stdout
 
     def ssh(self, host: str, command: str, check: bool = True) -> str:
-        return self._lab("ssh", host, command, check=check)
+        return self.lab("ssh", host, command, check=check)
 
     def kill(self, host: str) -> None:
-        self._lab("kill", host)
+        self.lab("kill", host)
 
     def boot(self, host: str) -> None:
-        self._lab("boot", host)
+        self.lab("boot", host)
+
+    def runs(self, host: str) -> bool:
+        made = json.loads(subprocess.run([LAB, "status", "--json"], capture_output=True, check=True, timeout=60).stdout)
+        return next(lab["hosts"][host]["running"] for lab in made if lab["name"] == self.name)
 
     def gate(self, host: str, engine: str = "chat") -> str:
         return f"http://{self.address[host]}:{PORTS[engine]}"

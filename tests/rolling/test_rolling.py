@@ -346,7 +346,7 @@ def test_a_reboot_drains_and_comes_back(fleet):
     stream.first.wait(30)
     fleet.ssh("e3", "nohup sh -c 'sleep 1; systemctl poweroff' > /dev/null 2>&1 &")
     assert stream.whole(), stream
-    fleet.wait("e3 is off", lambda: fleet.ready("e3") == 0, 60)
+    fleet.wait("e3 is off", lambda: not fleet.runs("e3"), 60)
     fleet.boot("e3")
     fleet.wait("e3 serves by itself", lambda: fleet.ready("e3") == 200, 180)
 

@@ -518,3 +518,39 @@ def test_a_drop_in_that_separates_them_is_found(settled, unit, lines):
     assert found, played.printed[-3000:]
     assert sorted(found[1].split(", ")) == sorted(lines)
     assert (settled.pid(DAEMON), settled.pid(ENGINE)) == pids
+
+
+def test_a_roll_brings_a_lost_daemon_back_under_neither_of_its_engines(settled):
+    """Leaves the host with a second engine."""
+    settled.ssh(f"echo SIM_LEDGER={SIM['SIM_LEDGER']} >> /etc/environment")
+    share = {"dtype": "bfloat16", "gpu-memory-utilization": 0.3}
+    both = {"vllm_engine_instances": [engine(config=share), engine(name="code", config=share)]}
+    roll = {**both, "vllm_roll_min_serving": 0, "book": str(CHECKOUT / "playbooks/rolling_restart.yml")}
+    units = [ENGINE, "vllm-engine@code.service"]
+    settled.ssh(f"systemctl stop {ENGINE}")  # it has the whole GPU
+    settled.play("--skip-tags", "host", **both)
+    assert [settled.active(unit) for unit in units] == ["active", "active"]
+    settled.ssh(f"systemctl stop {DAEMON}")
+    before = [settled.pid(unit) for unit in units]
+
+    said = settled.play(**roll).text
+    assert "chat starts zero_copy from preload daemon base" in said
+    assert "code starts zero_copy from preload daemon base" in said
+    assert all(old != settled.pid(unit) for old, unit in zip(before, units, strict=True))
+    began = int(settled.show(DAEMON, "ExecMainStartTimestampMonotonic"))
+    assert all(settled.entered(unit, "Inactive") < began for unit in units), "it started under an engine"
+    ready = settled.entered(DAEMON, "Active")
+    assert all(ready < int(settled.show(unit, "ExecMainStartTimestampMonotonic")) for unit in units)
+    assert all("(zero_copy mode)" in settled.journal(unit) for unit in units)
+    assert settled.ssh("ls /var/lib/vllm/*/lease.json", check=False) == ""
+
+    # What could not start from its daemon again is refused before anything stops.
+    before = [settled.pid(unit) for unit in units]
+    settled.ssh("mv /etc/vllm/preload/base.json /root/")
+    try:
+        said = settled.play(**roll, rc=2).text
+    finally:
+        settled.ssh("mv /root/base.json /etc/vllm/preload/")
+    assert "would not start again from preload daemon 'base'" in said
+    assert "No host was touched" in said
+    assert [settled.pid(unit) for unit in units] == before

@@ -10,9 +10,11 @@ VENV := $(CURDIR)/.venv/bin
 FLOOR := $(CURDIR)/.venv-2.16/bin
 IN_VENV := PATH="$(VENV):$$PATH"
 MOLECULE := molecule test --scenario-name rolling
+# The tests of modules spend most of their time in waiting for simulated engines.
+TWO := --numprocesses=2 --dist=worksteal
 SHELL_SCRIPTS = $(shell git ls-files --cached --others --exclude-standard | xargs -r grep --files-with-matches --no-messages --max-count=1 --extended-regexp '^\#!(/usr)?/bin/(env )?(ba)?sh')
 
-.PHONY: help deps lint sanity unit sim-conformance integration molecule test demo lock clean
+.PHONY: help deps lint sanity unit sim-conformance integration molecule chaos test demo lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -38,8 +40,8 @@ sanity: deps ## ansible-test sanity, current and 2.16
 	@echo "== ansible-test sanity"; $(VENV)/python tools/sanity.py
 
 unit: deps ## unit tests, current and 2.16
-	@echo "== unit tests, .venv"; $(VENV)/python -m pytest -r fER tests/unit
-	@echo "== unit tests of what Ansible loads, .venv-2.16"; $(FLOOR)/python -m pytest -r fER tests/unit/plugins tests/unit/roles tests/unit/test_collection.py tests/unit/lifecycle/test_four_runs.py
+	@echo "== unit tests, .venv"; $(VENV)/python -m pytest $(TWO) -r fER tests/unit
+	@echo "== unit tests of what Ansible loads, .venv-2.16"; $(FLOOR)/python -m pytest $(TWO) -r fER tests/unit/plugins tests/unit/roles tests/unit/test_collection.py tests/unit/lifecycle/test_four_runs.py
 
 sim-conformance: deps ## replay what real engines answered against the simulator
 	@echo "== sim-conformance"; $(VENV)/python tests/sim/conformance.py
@@ -50,6 +52,9 @@ integration: deps ## tests against real parts
 molecule: deps ## the rolling scenario on the lab
 	@echo "== molecule"; $(IN_VENV) $(MOLECULE)
 
+chaos: deps ## every fault at every step of a roll, on the lab; about an hour
+	@echo "== chaos"; $(IN_VENV) CHAOS=all VLLM_LAB_TESTS=tests/chaos $(MOLECULE)
+
 test: lint sanity unit sim-conformance integration molecule ## all of the above
 	@echo "make test: lint, sanity, unit, sim-conformance, integration and molecule passed"
 
@@ -59,6 +64,7 @@ demo: deps ## roll a fleet of three engines under load, ours against naive
 lock: ## pin requirements/*.in anew (wants uv)
 	uv pip compile --quiet --upgrade --universal --python-version 3.11 --no-annotate --no-header requirements/dev.in -o requirements/dev.txt
 	uv pip compile --quiet --upgrade --universal --python-version 3.10 --no-annotate --no-header requirements/floor.in -o requirements/floor.txt
+	uv pip compile --quiet --upgrade --universal --python-version 3.12 --no-annotate --no-header requirements/ee.in -o requirements/ee.txt
 
 clean: ## remove build/, caches and both venvs
 	rm -rf build .venv .venv-2.16 .ansible .mypy_cache .pytest_cache .ruff_cache .hypothesis

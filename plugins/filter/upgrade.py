@@ -107,7 +107,10 @@ def vllm_upgrade_way(left: Engines, wants: Engines, plan: t.Mapping[str, t.Any])
     way: dict[str, list[str]] = {"back": [], "restart": [], "serve": [], "lost": []}
     for name in [*plan["change"], *plan["finish"]]:
         engine = left[name]
-        if engine["config_digest"] == wants[name]["config_digest"]:
+        written = engine["config_digest"] == wants[name]["config_digest"]
+        # Or in part: what was proved is under the digest on disk, and not what is there.
+        torn = bool(engine["goes_back"]) and engine["goes_back"].get("config_digest") == engine["config_digest"]
+        if written or torn:
             way["back" if engine["goes_back"] else "lost"].append(name)
         elif engine["state"] not in AWAKE:
             way["restart"].append(name)

@@ -21,6 +21,8 @@ from .config import EngineConfig
 from .errors import Refused, UsageError
 
 CANDIDATE, PROVED, BEFORE = "candidate", "proved", "before"
+# What vLLM itself reads at its start.
+_READ = ("engine.yaml", "engine.env")
 
 
 def _directory(engine: str, name: str) -> Path:
@@ -84,9 +86,21 @@ def target(engine: EngineConfig) -> dict[str, t.Any] | None:
     """
     for name in (PROVED, BEFORE):
         meta = _meta(engine.engine, name)
-        if meta is not None and meta["config_digest"] != engine.config_digest:
+        if meta is not None and (meta["config_digest"] != engine.config_digest or not _is_there(engine, name, meta)):
             return {"name": name, **meta}
     return None
+
+
+def _is_there(engine: EngineConfig, name: str, meta: t.Mapping[str, t.Any]) -> bool:
+    """Whether a process would read what this generation has. The roles write the declaration, with its digest, last: a
+    run that ended before has left other options under it.
+    """
+    try:
+        files = _files(engine)
+        same = [files[one].read_bytes() == (_directory(engine.engine, name) / one).read_bytes() for one in _READ]
+        return all(same) and os.readlink(engine.runtime) == meta["runtime"]
+    except OSError:
+        return False
 
 
 def speeds(engine: EngineConfig) -> tuple[float, float] | None:

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from ansible_collections.baremetal.vllm.plugins.modules import vllm_drain, vllm_engine, vllm_golden
-from ansible_collections.baremetal.vllm.tests.unit.lifecycle.play import Killed, Play
+from ansible_collections.baremetal.vllm.tests.unit.lifecycle.play import Failed, Killed, Play
 
 WARMUP = [{"prompt_tokens": 16, "max_tokens": 32}]
 MODULES = ["vllm_drain", "vllm_engine", "vllm_engine/configure", "vllm_engine", "vllm_drain"]
@@ -33,6 +33,7 @@ class Site:
         assert recorded["changed"], recorded
         self.version, self.digest, self.options, self.declared = "0.33.0", "0", {}, {}
         self.on_watch = None
+        self.torn = False
         self.ready = []
         self.roles: list[str] = []
 
@@ -63,6 +64,8 @@ class Site:
         link = self.root / "opt/vllm/engines/chat"
         link.unlink()
         link.symlink_to(f"../runtimes/{self.version}")
+        if self.torn:
+            raise Failed("the disk is full")
         value = json.loads(self.host.chat.declared.read_text())
         value |= {"start_timeout": 120, "config_digest": self.digest, "runtime_version": self.version}
         self.host.chat.declared.write_text(json.dumps(value | self.declared))
@@ -193,6 +196,18 @@ def test_what_is_broken_goes_back_by_itself(site):
         assert (row["outcome"], row["runs"], row["state"]) == ("rolled_back", "0.33.0", "serving")
         assert row["reason"]
         assert play.report["good"] is False
+
+
+def test_files_that_were_written_in_part_are_taken_back_as_well(site):
+    """The options and the link are new, the declaration with the digest is not: no process may run with that."""
+    site.want("b", "0.33.1", **{"max-num-seqs": 8})
+    site.torn = True
+    play = site.play()
+    assert "It went back to what it ran before" in play.run("rolling_upgrade.yml")
+    assert site.serves() == {"seqs": None, "runtime": "0.33.0", "digest": "0"}
+    site.torn = False
+    assert site.play().run("rolling_upgrade.yml") == ""
+    assert site.serves() == {"seqs": 8, "runtime": "0.33.1", "digest": "b"}
 
 
 def test_with_policy_stop_it_stays_out_of_rotation(site):

@@ -104,6 +104,10 @@ def test_the_order_of_hosts(canaries, canary, rest, control):
         (seen(disk="new", state="failed", pid=0), {"back": ["chat"], "serve": ["chat"]}),
         (seen(disk="new", runs="new", state="withdrawn"), {"back": ["chat"], "serve": ["chat"]}),
         (seen(disk="new", state="failed", back=False), {"lost": ["chat"]}),
+        (
+            {**seen(state="stopped"), "goes_back": {"config_digest": "old"}},
+            {"back": ["chat"], "serve": ["chat"]},
+        ),  # torn
         (seen(state="withdrawn"), {"serve": ["chat"]}),  # it is back already
         (seen(state="draining"), {"serve": ["chat"]}),
         (seen(state="stopped", pid=0), {"restart": ["chat"], "serve": ["chat"]}),

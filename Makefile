@@ -12,7 +12,7 @@ IN_VENV := PATH="$(VENV):$$PATH"
 MOLECULE := molecule test --scenario-name rolling
 # The tests of modules spend most of their time in waiting for simulated engines.
 TWO := --numprocesses=2 --dist=worksteal
-SHELL_SCRIPTS = $(shell git ls-files --cached --others --exclude-standard | xargs -r grep --files-with-matches --no-messages --max-count=1 --extended-regexp '^\#!(/usr)?/bin/(env )?(ba)?sh')
+SHELL_SCRIPTS = $(shell git ls-files --cached --others --exclude-standard | xargs -r awk 'FNR == 1 { if (/^[#]!(\/usr)?\/bin\/(env )?(ba)?sh/) print FILENAME; nextfile }')
 
 .PHONY: help deps lint sanity unit sim-conformance integration molecule chaos test demo lock clean
 

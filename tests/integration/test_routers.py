@@ -18,18 +18,19 @@ from pathlib import Path
 
 import pytest
 
+from ansible_collections.baremetal.vllm.tests.integration import test_gate
 from ansible_collections.baremetal.vllm.tests.integration.test_gate import (
     HAPROXY,
     Stream,
-    engines,  # noqa: F401 - a fixture
     free_ports,
-    homes,  # noqa: F401 - a fixture
-    ports,  # noqa: F401 - a fixture
     refused,
     request,
-    start,  # noqa: F401 - a fixture
     wait_for,
 )
+
+# Fixtures.
+engines, homes, ports, start = test_gate.engines, test_gate.homes, test_gate.ports, test_gate.start
+
 
 EXAMPLES = Path(__file__).parents[2] / "docs/examples"
 NGINX = shutil.which("nginx", path=os.environ["PATH"] + ":/usr/sbin")
@@ -135,7 +136,7 @@ def nginx_example(tmp_path):
 
 
 @pytest.fixture
-def gates(engines, start):  # noqa: F811 - fixtures are named where they are used
+def gates(engines, start):
     both = {name: start(name) for name in ("one", "two")}
     for gate in both.values():
         wait_for(lambda gate=gate: gate.stat("engine_chat", "engine")["check_status"] == "L7OK")
@@ -143,7 +144,7 @@ def gates(engines, start):  # noqa: F811 - fixtures are named where they are use
 
 
 @pytest.fixture
-def router(gates, start):  # noqa: F811 - as above
+def router(gates, start):
     """The router of the role, before both gates."""
     haproxy = start("router")
     for name in gates:
@@ -187,7 +188,7 @@ class Clients:
             thread.join()
 
 
-def follows_ready(port: int, gates: dict, engines: dict) -> None:  # noqa: F811 - as above
+def follows_ready(port: int, gates: dict, engines: dict) -> None:
     """Under load: an engine that was withdrawn gets nothing new after the detection time, and what it has goes on."""
     with Clients(port) as clients:
         wait_for(lambda: all(engine.calls for engine in engines.values()))
@@ -217,7 +218,7 @@ def arrives_in_parts(port: int) -> None:
     assert gaps[len(gaps) // 2] > 0.05  # buffered parts would come together; on a busy machine a few do
 
 
-def gone_client_ends_its_request(port: int, engines: dict) -> None:  # noqa: F811 - as above
+def gone_client_ends_its_request(port: int, engines: dict) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     connection.request("POST", "/v1/slow", '{"chunks": 1, "gap": 8}')
     wait_for(lambda: sum(engine.running for engine in engines.values()) == 1)
@@ -225,13 +226,13 @@ def gone_client_ends_its_request(port: int, engines: dict) -> None:  # noqa: F81
     wait_for(lambda: sum(engine.aborted for engine in engines.values()) == 1)
 
 
-def test_haproxy_follows_ready_and_cuts_nothing(haproxy_example, gates, engines, ports):  # noqa: F811 - as above
+def test_haproxy_follows_ready_and_cuts_nothing(haproxy_example, gates, engines, ports):
     proxy = haproxy_example(ports["one"], ports["two"])
     arrives_in_parts(proxy.port)
     follows_ready(proxy.port, gates, engines)
 
 
-def test_haproxy_sends_again_what_was_refused(haproxy_example, gates, engines, ports):  # noqa: F811 - as above
+def test_haproxy_sends_again_what_was_refused(haproxy_example, gates, engines, ports):
     proxy = haproxy_example(ports["one"], ports["two"])
     gates["one"].set(admission="closed")
     for size in (10, 100_000):  # at once: the router has not noticed yet
@@ -242,7 +243,7 @@ def test_haproxy_sends_again_what_was_refused(haproxy_example, gates, engines, p
     gone_client_ends_its_request(proxy.port, engines)
 
 
-def test_nginx_before_the_router_cuts_nothing(nginx_example, router, gates, engines, ports):  # noqa: F811 - as above
+def test_nginx_before_the_router_cuts_nothing(nginx_example, router, gates, engines, ports):
     """The second router is not there, which costs nobody a request."""
     proxy = nginx_example(ports["router"], free_ports(1)[0])
     arrives_in_parts(proxy.port)
@@ -251,7 +252,7 @@ def test_nginx_before_the_router_cuts_nothing(nginx_example, router, gates, engi
     gone_client_ends_its_request(proxy.port, engines)
 
 
-def test_nginx_before_gates_tries_elsewhere_what_was_refused(nginx_example, gates, engines, ports):  # noqa: F811 - as above
+def test_nginx_before_gates_tries_elsewhere_what_was_refused(nginx_example, gates, engines, ports):
     proxy = nginx_example(ports["one"], ports["two"])
     arrives_in_parts(proxy.port)
     with Clients(proxy.port) as clients:
@@ -274,7 +275,7 @@ def test_nginx_before_gates_tries_elsewhere_what_was_refused(nginx_example, gate
     assert request(proxy.port, "/v1/completions", {"prompt": "x" * CONTENT}).json()["size"] > CONTENT
 
 
-def test_nginx_before_gates_does_not_see_a_withdrawal(nginx_example, gates, engines, ports):  # noqa: F811 - as above
+def test_nginx_before_gates_does_not_see_a_withdrawal(nginx_example, gates, engines, ports):
     """What docs/routers.md warns of: /ready says 503, and nobody asks it."""
     proxy = nginx_example(ports["one"], ports["two"])
     gates["one"].set(admission="withdrawn")

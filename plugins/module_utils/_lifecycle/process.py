@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import typing as t
 
@@ -22,3 +24,24 @@ def run(arguments: list[str], timeout: float, **options: t.Any) -> Done[str]:
     return subprocess.run(  # pylint: disable=ansible-bad-function
         arguments, capture_output=True, text=True, errors="replace", timeout=timeout, check=False, **options
     )
+
+
+def run_alone(arguments: list[str], timeout: float, **options: t.Any) -> Done[str]:
+    """The same for somebody else's program: at the time-out its children end, too, which would keep the pipes open."""
+    process = subprocess.Popen(  # pylint: disable=ansible-bad-function
+        arguments,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        **options,
+    )
+    with process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return Done(arguments, process.returncode, out, err)

@@ -10,12 +10,10 @@ and change nothing. It exits with 0 when it has done so, with 3 when its balance
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
-import subprocess
 import typing as t
 
+from . import process
 from .balancer import Balancer, BalancerDown, Look
 from .config import EngineConfig
 from .errors import Surprise, UsageError
@@ -76,35 +74,22 @@ class Script(Balancer):
         argv = [*self.config.command, verb, self.engine]
         here = f"{self.config.command[0]} {verb} {self.engine} on {socket.gethostname()}"
         try:
-            process = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=ENVIRONMENT,
-                cwd="/",
-                start_new_session=True,
-            )
+            done = process.run_alone(argv, self.config.timeout, env=ENVIRONMENT, cwd="/")
         except OSError as exc:
             raise BalancerDown(
                 f"{here} cannot be called: {exc}", next_step="put the file there, executable for root"
             ) from exc
-        with process:
-            try:
-                out, err = process.communicate(timeout=self.config.timeout)
-            except subprocess.TimeoutExpired as exc:
-                # Its children, too, which would keep the pipes open.
-                os.killpg(process.pid, signal.SIGKILL)
-                raise BalancerDown(
-                    f"{here} did not end within {self.config.timeout:g} s, and was killed; whether it had an effect is "
-                    "not known",
-                    next_step="raise timeout in the engine's admission, or mend the command; then run this again",
-                ) from exc
-        if process.returncode == 0:
-            return out.decode("utf-8", "replace")
-        error = BalancerDown if process.returncode == NO_ANSWER else Surprise
-        says = " ".join(err.decode("utf-8", "replace").split())[-300:] or "nothing on its standard error"
+        except process.TimeoutExpired as exc:
+            raise BalancerDown(
+                f"{here} did not end within {self.config.timeout:g} s, and was killed; whether it had an effect is "
+                "not known",
+                next_step="raise timeout in the engine's admission, or mend the command; then run this again",
+            ) from exc
+        if done.returncode == 0:
+            return done.stdout
+        error = BalancerDown if done.returncode == NO_ANSWER else Surprise
+        says = " ".join(done.stderr.split())[-300:] or "nothing on its standard error"
         raise error(
-            f"{here} ended with {process.returncode}: {says}",
+            f"{here} ended with {done.returncode}: {says}",
             next_step="call it by hand, as root, with an empty environment, and see that it exits with 0",
         )

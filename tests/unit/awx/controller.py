@@ -42,7 +42,7 @@ def faults(value: t.Any, option: t.Any, where: str) -> t.Iterator[str]:
     """What of a value is not as the schema has it. Types are exact: nothing is to depend on a conversion."""
     option = full(option)
     wanted = PYTHON[option["type"]]
-    if wanted is not object and type(value) is not wanted:
+    if wanted is not object and value.__class__ is not wanted:
         yield f"{where} is {type(value).__name__}, not {option['type']}"
         return
     if "choices" in option and value not in option["choices"]:
@@ -67,7 +67,7 @@ def misfits(values: dict[str, t.Any], options: dict[str, t.Any], where: str) -> 
 
 def refused(question: dict[str, t.Any], answer: t.Any) -> str:
     """Why AWX does not take this answer to a question, or nothing."""
-    if type(answer) is not ANSWERS[question["type"]]:
+    if answer.__class__ is not ANSWERS[question["type"]]:
         return f"{question['variable']}: {answer!r} is no answer to a question of type {question['type']}"
     size = answer if question["type"] in ("integer", "float") else len(answer)
     if size < question.get("min", size) or size > question.get("max", size):

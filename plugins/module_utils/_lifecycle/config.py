@@ -140,6 +140,8 @@ class EngineConfig:
     leak_budget_gpu_mib: int = 1024
     leak_budget_host_mib: int = 4096
     admission: AdmissionConfig | None = None
+    # Whether only a golden proves it; else an engine of whose weights none is on record is proved by a completion.
+    golden_required: bool = False
 
     @property
     def admission_backend(self) -> str:

@@ -574,11 +574,17 @@ def prove(engine: Engine, deadline: Deadline, report: Report, *, answered: bool 
     to give the answers of the runtime before, with more tolerance.
 
     :param answered: it has just given completions, so that without a golden no other is asked for.
-    :raises Mismatch: as of ``check``.
+    :raises Mismatch: as of ``check``; or it has to be proved by a golden, and none is of what it runs.
     :raises Surprise: a completion that is not the one that was owed.
     """
     golden, why, read_at = _owed(engine.config, deadline, report)
     if golden is None:
+        if engine.config.golden_required:
+            raise Mismatch(
+                f"{_here(engine.config)} has to be proved by a golden (golden_required), and cannot be: {why}",
+                next_step="put the right model in its place; or, when this is the wanted one, take golden_required "
+                "from one engine, run playbooks/site.yml, start it, and have playbooks/golden.yml record its golden",
+            )
         if not answered:
             answer_shape(engine, {"prompt_tokens": 4, "max_tokens": 1}, deadline.sooner(ASK_TIMEOUT))
         if why != NONE:

@@ -422,6 +422,13 @@ def test_another_model_behind_the_same_name_is_told_by_its_weights(host):
     assert restarted["proof"]["by"] == "completion"
     assert "1 golden(s) of this model are on record, and none is of its weights" in restarted["proof"]["why"]
     host.chat.forget_requests()
+    host.change("etc/vllm/lifecycle/chat.json", golden_required=True)
+    refused = host.run(vllm_engine, state="restarted")
+    assert "has to be proved by a golden (golden_required), and cannot be: 1 golden(s) of this model" in refused["msg"]
+    assert host.info()["state"] != "serving"
+    host.change("etc/vllm/lifecycle/chat.json", golden_required=False)
+    host.done(vllm_engine, state="restarted")
+    host.chat.forget_requests()
     result = call(host, golden=[given], **MATCH)
     now = weights.take(str(host.root / "srv/models/tiny")).digest
     assert f"it has weights {now}, not {given['subject']['weights']}" in result["msg"]

@@ -238,6 +238,33 @@ def test_sleep_and_wake_by_hand(fleet):
     assert "'chat' shares its GPU with code (serving)" in plain(output)
 
 
+def test_a_wrong_model_behind_the_same_name_is_caught_before_admission(fleet, tmp_path):
+    """On e2, whose chat needs its golden: another checkpoint of equal shapes comes in the place of its own."""
+    fleet.play("golden.yml", "--limit=e2", vllm_golden_dir=str(tmp_path))
+    fleet.play("site.yml", "--limit=e2", vllm_engine_golden_required=True)
+    asked = {"engine": "chat", "timeout": 300}
+    assert fleet.module("e2", "vllm_sleep", level=2, **asked)["after"]["state"] == "asleep"
+    fleet.ssh("e2", "mount --bind /srv/models/tiny-b /srv/models/tiny")
+    try:
+        woken = fleet.module("e2", "vllm_wake", **asked)
+        assert woken["failed"]
+        assert "does not compute what golden" in woken["msg"]
+        assert fleet.engine_get("e2", "/v1/models")["data"][0]["id"] == "tiny", "by its name it is the right one"
+        assert fleet.ready("e2") == 503
+        started = fleet.module("e2", "vllm_engine", state="restarted", **asked)
+        assert started["failed"]
+        assert "has to be proved by a golden (golden_required)" in json.dumps(started)
+        assert fleet.ready("e2") == 503
+    finally:
+        fleet.ssh("e2", "umount /srv/models/tiny")
+    mended = fleet.module("e2", "vllm_engine", state="restarted", **asked)
+    assert mended["proof"]["by"] == "golden", mended
+    if fleet.ready("e2") != 200:
+        fleet.module("e2", "vllm_drain", state="serving", **asked)
+    assert fleet.ready("e2") == 200
+    assert answer(fleet.gate("e2"), "chat").status_code == 200
+
+
 @pytest.mark.parametrize("check", [True, False])
 def test_the_oldest_supported_ansible_does_the_same(fleet, monkeypatch, check):
     monkeypatch.setattr(fleet, "bin", CHECKOUT / ".venv-2.16/bin")

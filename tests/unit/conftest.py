@@ -8,10 +8,6 @@ import json
 
 import pytest
 from ansible.module_utils import basic
-from ansible.plugins.loader import init_plugin_loader
-
-# Before anything of the collection is imported, in whatever order tests are named.
-init_plugin_loader()
 
 
 @pytest.fixture

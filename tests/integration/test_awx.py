@@ -21,9 +21,6 @@ from pathlib import Path
 import jinja2
 import pytest
 import yaml
-from ansible.plugins.loader import init_plugin_loader
-
-init_plugin_loader()  # before anything of the collection is imported
 
 from ansible_collections.baremetal.vllm.tests.unit.awx import controller
 from ansible_collections.baremetal.vllm.tests.unit.lifecycle.conftest import builder

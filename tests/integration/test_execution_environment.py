@@ -18,9 +18,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from ansible.plugins.loader import init_plugin_loader
-
-init_plugin_loader()  # before anything of the collection is imported
 
 from ansible_collections.baremetal.vllm.tests.unit.awx.test_apply import make_collection
 

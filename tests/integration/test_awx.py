@@ -170,7 +170,7 @@ class Fleet:
 def fleet(tmp_path_factory):
     with pytest.MonkeyPatch.context() as monkeypatch, builder(monkeypatch) as build:
         first = build(gate=True, gpus=1, engines=("chat", "code"), start=False, gpu_memory_utilization=0.9)
-        second = build(gate=True, gpus=1)
+        second = build(gate=True, gpus=1, max_model_len=65536)
         started = first.systemd.ctl("start", first.chat.unit)
         assert started.returncode == 0, started.stderr
         first.gate.start()
@@ -194,7 +194,7 @@ def test_status(fleet):
 def test_a_roll_that_is_cancelled_is_gone_on_with(fleet):
     """The second host cannot drain until its client has gone, and the job is cancelled while it waits."""
     before = {host: fleet.pid(host) for host in fleet.hosts}
-    with fleet.hosts["h2"].gate.stream("chat"):
+    with fleet.hosts["h2"].gate.client("chat", tokens=60000):
         job = fleet.launch(
             "rolling restart", vllm_hosts="vllm_engines", vllm_roll_engines=["chat"], vllm_roll_min_serving=1
         )

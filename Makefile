@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV := $(CURDIR)/.venv/bin
 FLOOR := $(CURDIR)/.venv-2.16/bin
 IN_VENV := PATH="$(VENV):$$PATH"
-MOLECULE := molecule test --scenario-name rolling
+MOLECULE := molecule test --scenario-name
 # The tests of modules spend most of their time in waiting for simulated engines.
 TWO := --numprocesses=2 --dist=worksteal
 SHELL_SCRIPTS = $(shell git ls-files --cached --others --exclude-standard | xargs -r awk 'FNR == 1 { if (/^[#]!(\/usr)?\/bin\/(env )?(ba)?sh/) print FILENAME; nextfile }')
@@ -49,11 +49,12 @@ sim-conformance: deps ## replay what real engines answered against the simulator
 integration: deps ## tests against real parts
 	@echo "== integration tests"; $(IN_VENV) python -m pytest tests/integration
 
-molecule: deps ## the rolling scenario on the lab
-	@echo "== molecule"; $(IN_VENV) $(MOLECULE)
+molecule: deps ## the scenarios on the lab: a fleet is rolled, engines take turns
+	@echo "== molecule"; $(IN_VENV) $(MOLECULE) rolling
+	@$(IN_VENV) $(MOLECULE) switching
 
 chaos: deps ## every fault at every step of a roll, on the lab; about an hour
-	@echo "== chaos"; $(IN_VENV) CHAOS=all VLLM_LAB_TESTS=tests/chaos $(MOLECULE)
+	@echo "== chaos"; $(IN_VENV) CHAOS=all VLLM_LAB_TESTS=tests/chaos $(MOLECULE) rolling
 
 test: lint sanity unit sim-conformance integration molecule ## all of the above
 	@echo "make test: lint, sanity, unit, sim-conformance, integration and molecule passed"

@@ -42,7 +42,9 @@ class Case:
         return self.fleet.ssh(HOST, command, check=False)
 
     def signal_engine(self, name: str) -> None:
-        assert self.ssh(f"kill -{name} $(systemctl show --value -p MainPID {UNIT}) && echo done").strip() == "done"
+        """Its main process, which a start has only after the checks before it."""
+        self.fleet.wait("the engine has a process", lambda: self.fleet.main_pid(HOST) > 0, 60)
+        assert self.ssh(f"kill -{name} {self.fleet.main_pid(HOST)} && echo done").strip() == "done"
 
     def kill_play(self) -> None:
         self.roll.send_signal(signal.SIGKILL)

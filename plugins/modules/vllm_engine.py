@@ -144,8 +144,8 @@ requests_cut:
   type: int
 started:
   description:
-    - The record of the start, with C(main_pid), C(boot_s) until it served, C(warm_s) for its warm-up, and C(speed) with
-      the C(tokens_per_s) of the warmed engine.
+    - The record of the start, with C(main_pid), C(boot_s) until it served, C(warm_s) for its warm-up and the passes by
+      which its speed is taken, and C(speed) with the C(tokens_per_s) of the warmed engine.
   returned: when the unit was started
   type: dict
   sample: {"main_pid": 812, "boot_s": 58.2, "warm_s": 1.1}

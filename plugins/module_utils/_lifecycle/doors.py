@@ -235,7 +235,7 @@ def ready(config: EngineConfig, report: Report, main_pid: int) -> None:
         if config.adapters:
             adapters_apply.at_start(config, engine, Unit(config.unit).show(), deadline, report)
         proof = golden.prove(engine, deadline, report, answered=True)
-        speed = _speed(engine, shapes, deadline)
+        speed, again = _speed(engine, shapes, deadline)
         _alive(config, main_pid, identity)
     finally:
         engine.close()
@@ -245,7 +245,7 @@ def ready(config: EngineConfig, report: Report, main_pid: int) -> None:
         {
             "main_pid": main_pid,
             "boot_s": round(boot, 3),
-            "warm_s": round(warm, 3),
+            "warm_s": round(warm + again, 3),
             "speed": speed,
             "config_digest": (lease.last_preflight(config.engine) or {}).get("config_digest"),
             "pids": Unit(config.unit).show().pids,
@@ -268,16 +268,21 @@ def ready(config: EngineConfig, report: Report, main_pid: int) -> None:
     )
 
 
-def _speed(engine: Engine, shapes: t.Sequence[t.Mapping[str, int]], deadline: Deadline) -> dict[str, t.Any]:
+def _speed(
+    engine: Engine, shapes: t.Sequence[t.Mapping[str, int]], deadline: Deadline
+) -> tuple[dict[str, t.Any], float]:
     """How fast the warmed engine answers the shapes of its warm-up, one after the other, while it has no other work.
 
     Only speeds of the same shapes can be compared.
+
+    :returns: the speed, and the seconds that it took to find it.
     """
     passes: list[float] = []
     while not passes or (len(passes) < SPEED_PASSES and sum(passes) < SPEED_SECONDS):
         passes.append(sum(golden.answer_shape(engine, shape, deadline) for shape in shapes))
     tokens = sum(shape["max_tokens"] for shape in shapes)
-    return {"tokens_per_s": round(tokens / max(min(passes), 1e-6), 1), "shapes": [dict(shape) for shape in shapes]}
+    speed = round(tokens / max(min(passes), 1e-6), 1)
+    return {"tokens_per_s": speed, "shapes": [dict(shape) for shape in shapes]}, sum(passes)
 
 
 def _await_serving(

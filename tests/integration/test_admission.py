@@ -10,9 +10,7 @@ import os
 import re
 import signal
 import tempfile
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -30,6 +28,7 @@ from ansible_collections.baremetal.vllm.tests.integration.test_gate import (
     Engine,
     HAProxy,
     Stream,
+    clients,
     free_ports,
     request,
     wait_for,
@@ -176,48 +175,23 @@ def test_a_stream_is_counted_and_goes_on(central, engines):
 
 def test_nothing_is_lost_while_engines_change_and_the_balancer_reloads(central, engines):
     haproxy = central()
-    over = threading.Event()
-    kept: list[int] = []
-    broken: list[str] = []
-
-    def client(number: int) -> None:
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", haproxy.port, timeout=10)) as connection:
-            while not over.is_set():
-                chunks = 1 + (number * 7 + len(kept)) % 20
-                try:
-                    answer = request(0, "/v1/stream", {"chunks": chunks, "gap": 0.01}, connection=connection)
-                except (OSError, http.client.HTTPException) as error:
-                    broken.append(repr(error))
-                    connection.close()
-                    continue
-                if answer.status == 200 and answer.body.count(b"data: ") == chunks:
-                    kept.append(number)
-                else:
-                    broken.append(f"{answer.status} {answer.body!r}")
-
-    with ThreadPoolExecutor(8) as pool:
-        clients = [pool.submit(client, number) for number in range(8)]
-        try:
-            for name in ("one", "two"):
-                one, engine = door(haproxy, name), engines[name]
-                one.set("admission", "withdrawn")
-                wait_for(lambda one=one, engine=engine: one.observe().sessions == 0 and engine.running == 0)
-                one.set("admission", "closed")
-                before = len(engine.calls)
-                haproxy.save()
-                haproxy.reload()
-                wait_for(lambda: "gpu1" in haproxy.ask("show servers state", "admin.sock"))
-                assert one.observe().admission == "closed", "the state file outlives a reload"
-                engine.stop()
-                time.sleep(0.3)
-                engine.start()
-                assert len(engine.calls) == before
-                one.set("admission", "open")
-                wait_for(lambda engine=engine, before=before: len(engine.calls) > before)
-        finally:
-            over.set()
-        for done in clients:
-            done.result()
+    with clients(haproxy.port) as (kept, broken):
+        for name in ("one", "two"):
+            one, engine = door(haproxy, name), engines[name]
+            one.set("admission", "withdrawn")
+            wait_for(lambda one=one, engine=engine: one.observe().sessions == 0 and engine.running == 0)
+            one.set("admission", "closed")
+            before = len(engine.calls)
+            haproxy.save()
+            haproxy.reload()
+            wait_for(lambda: "gpu1" in haproxy.ask("show servers state", "admin.sock"))
+            assert one.observe().admission == "closed", "the state file outlives a reload"
+            engine.stop()
+            time.sleep(0.3)
+            engine.start()
+            assert len(engine.calls) == before
+            one.set("admission", "open")
+            wait_for(lambda engine=engine, before=before: len(engine.calls) > before)
     assert broken == []
     assert len(kept) > 40
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import time
@@ -139,17 +138,13 @@ class Fleet:
         self.inventory = {"all": {"children": {"vllm_engines": {"hosts": declared, "vars": values}}}}
 
     def _declare(self, name: str, host) -> dict:
-        given = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in host.environment.items())
-        python = host.root / "bin/python"
-        python.write_text(f'#!/bin/sh\n{given}exec {sys.executable} "$@"\n')
-        python.chmod(0o755)
         key = "{{ lookup('ansible.builtin.file', lookup('ansible.builtin.env', 'VLLM_API_KEY_FILE')) }}"
         instances = [
             {"name": engine, "model": "/srv/models/tiny", "gpus": [f"{name}-gpu"], "port": host.gate.ports[engine],
              "secret_env": {"VLLM_API_KEY": key}}
             for engine in host.engines
         ]  # fmt: skip
-        return {"vllm_host_control_python": str(python), "vllm_engine_instances": instances}
+        return {"vllm_host_control_python": host.python(), "vllm_engine_instances": instances}
 
     def launch(self, template: str, **answers) -> Job:
         return Job(self, self.templates[f"vLLM {template}"], answers)

@@ -649,15 +649,15 @@ def test_a_request_too_long_to_be_kept_is_passed_on_whole(fleet, ports):
     assert request(ports["router"], "/v1/completions", {"prompt": "x" * 3_000_000}).json()["size"] > 3_000_000
 
 
-def test_nothing_is_lost_while_engines_change_and_all_doors_reload(fleet, engines, ports):
-    router, gates = fleet
+@contextlib.contextmanager
+def clients(port: int):
+    """Eight clients that stream, each over one kept connection: those that got all, and what the others got."""
     over = threading.Event()
     kept: list[int] = []
     broken: list[str] = []
 
     def client(number: int) -> None:
-        """Streams over one kept connection."""
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", ports["router"], timeout=10)) as connection:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
             while not over.is_set():
                 chunks = 1 + (number * 7 + len(kept)) % 20
                 try:
@@ -672,30 +672,36 @@ def test_nothing_is_lost_while_engines_change_and_all_doors_reload(fleet, engine
                     broken.append(f"{answer.status} {answer.body!r}")
 
     with ThreadPoolExecutor(8) as pool:
-        clients = [pool.submit(client, number) for number in range(8)]
+        running = [pool.submit(client, number) for number in range(8)]
         try:
-            for name in ("one", "two"):
-                gate, engine = gates[name], engines[name]
-                gate.set(admission="withdrawn")
-                time.sleep(DETECTION)
-                wait_for(lambda engine=engine: engine.running == 0)
-                before = len(engine.calls)
-                time.sleep(0.3)
-                assert len(engine.calls) == before  # the router sends nothing more
-                gate.set(admission="closed", proved="0")
-                engine.stop()
-                gate.reload()
-                router.reload()
-                time.sleep(0.3)
-                engine.start()
-                gate.set(admission="open", proved="1")
-                wait_for(lambda name=name: request(ports[name], "/ready").status == 200)
-                wait_for(lambda name=name: router.stat("pool_engines", name)["status"] == "UP")
-                time.sleep(0.3)
-                assert len(engine.calls) > before
+            yield kept, broken
         finally:
             over.set()
-        for done in clients:
+        for done in running:
             done.result()
+
+
+def test_nothing_is_lost_while_engines_change_and_all_doors_reload(fleet, engines, ports):
+    router, gates = fleet
+    with clients(ports["router"]) as (kept, broken):
+        for name in ("one", "two"):
+            gate, engine = gates[name], engines[name]
+            gate.set(admission="withdrawn")
+            time.sleep(DETECTION)
+            wait_for(lambda engine=engine: engine.running == 0)
+            before = len(engine.calls)
+            time.sleep(0.3)
+            assert len(engine.calls) == before  # the router sends nothing more
+            gate.set(admission="closed", proved="0")
+            engine.stop()
+            gate.reload()
+            router.reload()
+            time.sleep(0.3)
+            engine.start()
+            gate.set(admission="open", proved="1")
+            wait_for(lambda name=name: request(ports[name], "/ready").status == 200)
+            wait_for(lambda name=name: router.stat("pool_engines", name)["status"] == "UP")
+            time.sleep(0.3)
+            assert len(engine.calls) > before
     assert broken == []
     assert len(kept) > 200

@@ -10,10 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -28,7 +25,7 @@ from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.transiti
 from ansible_collections.baremetal.vllm.plugins.modules import vllm_drain, vllm_engine, vllm_sleep, vllm_wake
 from ansible_collections.baremetal.vllm.tests.unit.lifecycle.balancers import Front, calls, recorded
 from ansible_collections.baremetal.vllm.tests.unit.lifecycle.test_killed import kill_after
-from ansible_collections.baremetal.vllm.tests.unit.lifecycle.world import OWNER, wait_for
+from ansible_collections.baremetal.vllm.tests.unit.lifecycle.world import OWNER, run_playbook, wait_for
 
 BALANCERS = ["haproxies", "command"]
 ALL = ["gate", *BALANCERS]
@@ -452,34 +449,9 @@ def play(doors, book, *arguments, rc=0, **variables):
     """One of the collection's playbooks, by ansible-playbook, on these fronts' hosts."""
     declared = {}
     for number, door in enumerate(doors, 1):
-        host = door.host
-        given = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in host.environment.items())
-        python = host.root / "bin/python"
-        python.write_text(f'#!/bin/sh\n{given}exec {sys.executable} "$@"\n')
-        python.chmod(0o755)
         engine = {"name": "chat", "model": "/srv/models/tiny", "admission": door.declared()}
-        declared[f"h{number}"] = {"vllm_host_control_python": str(python), "vllm_engine_instances": [engine]}
-    inventory = doors[0].host.root / "hosts.json"
-    group = {"hosts": declared, "vars": {"ansible_connection": "local", "ansible_become": False}}
-    inventory.write_text(json.dumps({"all": {"children": {"vllm_engines": group}}}))
-    done = subprocess.run(
-        [
-            str(Path(sys.executable).parent / "ansible-playbook"),
-            f"--inventory={inventory}",
-            f"--extra-vars={json.dumps(variables)}",
-            *arguments,
-            str(CHECKOUT / "playbooks" / book),
-        ],
-        cwd=CHECKOUT,
-        env={**os.environ, "ANSIBLE_NOCOLOR": "1", "ANSIBLE_HOME": str(doors[0].host.root / ".ansible")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert done.returncode == rc, done.stdout[-6000:]
-    return done.stdout
+        declared[f"h{number}"] = {"vllm_host_control_python": door.host.python(), "vllm_engine_instances": [engine]}
+    return run_playbook(book, declared, doors[0].host.root, *arguments, rc=rc, **variables)
 
 
 def test_playbooks_count_at_haproxies_and_reconcile_reminds_them(front):

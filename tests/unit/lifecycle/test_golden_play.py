@@ -5,16 +5,13 @@
 from __future__ import annotations
 
 import json
-import os
-import shlex
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ansible_collections.baremetal.vllm.tests.sim import model as sim
+from ansible_collections.baremetal.vllm.tests.unit.lifecycle.world import run_playbook
 
 CHECKOUT = Path(__file__).parents[3]
 
@@ -26,36 +23,10 @@ class Fleet:
         self.hosts = hosts
         self.folder = hosts["h1"].root / "inventory"
         self.folder.mkdir()
-        declared = {}
-        for name, host in hosts.items():
-            given = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in host.environment.items())
-            python = host.root / "bin/python"
-            python.write_text(f'#!/bin/sh\n{given}exec {sys.executable} "$@"\n')
-            python.chmod(0o755)
-            declared[name] = {"vllm_host_control_python": str(python)}
-        values = {"ansible_connection": "local", "ansible_become": False}
-        group = {"hosts": declared, "vars": values}
-        (self.folder / "hosts.json").write_text(json.dumps({"all": {"children": {"vllm_engines": group}}}))
+        self.declared = {name: {"vllm_host_control_python": host.python()} for name, host in hosts.items()}
 
     def run(self, *arguments: str, rc: int = 0, **variables) -> str:
-        done = subprocess.run(
-            [
-                str(Path(sys.executable).parent / "ansible-playbook"),
-                f"--inventory={self.folder}/hosts.json",
-                f"--extra-vars={json.dumps(variables)}",
-                *arguments,
-                str(CHECKOUT / "playbooks/golden.yml"),
-            ],
-            cwd=CHECKOUT,
-            env={**os.environ, "ANSIBLE_NOCOLOR": "1", "ANSIBLE_HOME": str(self.folder / ".ansible")},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=600,
-        )
-        assert done.returncode == rc, done.stdout[-6000:]
-        return done.stdout
+        return run_playbook("golden.yml", self.declared, self.folder, *arguments, rc=rc, **variables)
 
     def changes(self, output: str) -> dict[str, int]:
         recap = output[output.index("PLAY RECAP") :]

@@ -53,6 +53,7 @@ from ansible_collections.baremetal.vllm.tests.sim.systemd import Unit
 
 GATE_ROLE = HERE.parents[1] / "roles/vllm_gate"
 HAPROXY = shutil.which("haproxy", path=os.environ["PATH"] + ":/usr/sbin")
+CHECKOUT = Path(__file__).parents[3]
 OWNER = "tests"
 AWAKE_MIB = 71928  # of the simulated engine, with the driver's own 43
 RESIDUE_MIB = 1545  # what is left of it at level 1 and 2
@@ -90,6 +91,31 @@ if table:
     if os.path.exists(master):
         tell(master, f"@1 set map {table} proved {proved}\\n")
 """
+
+
+def run_playbook(book: str, engines: dict, folder: Path, *arguments: str, rc: int = 0, **variables) -> str:
+    """What ansible-playbook printed. ``engines`` are the hosts of the group vllm_engines, with their variables."""
+    inventory = folder / "hosts.json"
+    group = {"hosts": engines, "vars": {"ansible_connection": "local", "ansible_become": False}}
+    inventory.write_text(json.dumps({"all": {"children": {"vllm_engines": group}}}))
+    done = subprocess.run(
+        [
+            str(Path(sys.executable).parent / "ansible-playbook"),
+            f"--inventory={inventory}",
+            f"--extra-vars={json.dumps(variables)}",
+            *arguments,
+            str(CHECKOUT / "playbooks" / book),
+        ],
+        cwd=CHECKOUT,
+        env={**os.environ, "ANSIBLE_NOCOLOR": "1", "ANSIBLE_HOME": str(folder / ".ansible")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == rc, done.stdout[-6000:]
+    return done.stdout
 
 
 def wait_for(look, what: str, seconds: float = 60.0):
@@ -547,6 +573,14 @@ class World:
             return self.gate.ready(name) == 200
         except OSError:
             return False
+
+    def python(self) -> str:
+        """An interpreter for modules that a play runs on this host."""
+        path = self.root / "bin/python"
+        given = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in self.environment.items())
+        path.write_text(f'#!/bin/sh\n{given}exec {sys.executable} "$@"\n')
+        path.chmod(0o755)
+        return str(path)
 
     def run(self, module, check_mode: bool = False, **options) -> dict:
         """A module's result. Without names the first engine; with a time-out that a busy machine does not reach."""

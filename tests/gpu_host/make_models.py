@@ -1,15 +1,17 @@
 """Makes the checkpoints of the GPU scenario: random bfloat16 weights in the shape of Qwen3, and a tokenizer.
 
-Usage: make_models.py DIRECTORY [NAME ...]
+Usage: make_models.py DIRECTORY
 
-`base` and `other` have equal shapes (2.6 GiB) and different values, `large` has 12.9 GiB. Random weights answer the
-same tokens every time at temperature 0, which is all that a golden needs. Needs torch and safetensors, and a GPU to be
-fast.
+`base` and `other` have equal shapes (2.6 GiB) and different values, `spare` is `base` again, `large` has 12.9 GiB.
+Random weights answer the same tokens every time at temperature 0, which is all that a golden needs. Needs torch and
+safetensors, and a GPU to be fast.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -99,7 +101,9 @@ def make(directory: Path, sizes: dict, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
+    if len(sys.argv) != 2:
         sys.exit(__doc__)
-    for one in sys.argv[2:] or MODELS:
-        make(Path(sys.argv[1]) / one, *MODELS[one])
+    into = Path(sys.argv[1])
+    for one, (sizes, seed) in MODELS.items():
+        make(into / one, sizes, seed)
+    shutil.copytree(into / "base", into / "spare", copy_function=os.link)

@@ -2,14 +2,14 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """What a fleet of many hosts costs its controller: status.yml and a rolling restart, beside loops of `uri`.
 
-    .venv/bin/python benchmarks/fleet.py                                 status of 50, 200 and 500 hosts
-    .venv/bin/python benchmarks/fleet.py --hosts 50 100 200 --plays rolling_restart naive_restart
+    .venv/bin/python benchmarks/fleet.py                          status of 50, 200 and 500 hosts
+    .venv/bin/python benchmarks/fleet.py --hosts 50 200 --plays rolling_restart uri_restart
 
-Every host is a directory with a simulated engine that takes no time, and a gate that it shares with nine others; Ansible
-reaches it by its local connection. So this machine does the work of the controller and of all hosts. The two are told
-apart by the time on a CPU: what the hosts' interpreters used is the hosts', the rest of the run is the controller's, and
-a connection by ssh comes on top of it. Within one run only the ratios count, and each wall time is that of a machine
-which does both.
+Every host is a directory with a simulated engine that takes no time, and a gate shared with nine others. Ansible
+reaches it by its local connection, so this machine works for the controller and for all hosts. They are told apart in
+two ways: by the time on a CPU, where what the hosts' interpreters use is the hosts' and the rest the controller's; and
+by a second run, "/elsewhere", in which each host repeats at once what it said in the first, as if it had worked on
+processors of its own. What a connection by ssh costs comes on top of both. Only figures of one run may be compared.
 
 Writes build/fleet-report.json; times in seconds, memory in MiB.
 """
@@ -39,7 +39,7 @@ from ansible.plugins.loader import init_plugin_loader
 
 init_plugin_loader()
 
-from ansible_collections.baremetal.vllm.tests.unit.lifecycle import world  # noqa: E402
+from ansible_collections.baremetal.vllm.tests.unit.lifecycle import world
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "build/fleet-report.json"
@@ -56,6 +56,7 @@ PLAYS: dict[str, tuple[Path, list[str]]] = {
     "uri_restart": (HERE / "fleet_uri_restart.yml", ["--extra-vars=bench_batch=10%"]),
 }
 STANDARD = ("raw", "ping", "status", "uri")
+REPEATABLE = ("ping", "status", "uri")  # one module on each host
 
 
 class Gate(world.Gate):
@@ -76,20 +77,28 @@ class Host(world.World):
         self.systemd.env["SIM_FLEET"] = str(requests)
         os.mkfifo(self.systemd.units / "answer")
         self.chat.socket = gate.root / "run/vllm" / name / "engine.sock"
-        self.declare(
-            self.chat, version="0.33.0", doors=False, dev_mode=True, fault=[], declared={}, unit={}, uuids=[]
-        )
+        self.declare(self.chat, version="0.33.0", doors=False, dev_mode=True, fault=[], declared={}, unit={}, uuids=[])
 
     def python(self, interpreter: str) -> str:  # type: ignore[override]
-        """For the modules that run on this host. It notes what they use of a CPU."""
+        """For the modules that run on this host: it notes what they use of a CPU, and can repeat the last answer."""
         given = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in self.environment.items())
-        used = self.root.parent / "used"
-        text = f'#!/bin/bash\n{given}{interpreter} "$@"\nstatus=$?\ntimes >>{used}/$BASHPID\nexit $status\n'
+        top, answer = self.root.parent, self.root / "answer"
+        text = f"""#!/bin/bash
+if [[ -e {top}/elsewhere ]]; then
+    cat >/dev/null
+    exec cat {answer}
+fi
+{given}{interpreter} "$@" >{answer}
+status=$?
+times >>{top}/used/$BASHPID
+cat {answer}
+exit $status
+"""
         return str(self._script("bin/python", text))
 
 
 def control_python(folder: Path) -> str:
-    """What role vllm_host makes: an interpreter with httpx and pynvml, and nothing that httpx would load beside them."""
+    """As role vllm_host makes it: httpx and pynvml, and nothing that httpx would load beside them."""
     venv.create(folder, with_pip=False, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")
     wanted, seen = ["httpx", "nvidia-ml-py"], set()
@@ -153,7 +162,8 @@ class Fleet:
             (gate.root / "run/vllm").mkdir(exist_ok=True)
         with ThreadPoolExecutor(4) as pool:
             for started in pool.map(lambda host: host.systemd.ctl("start", host.chat.unit), self.hosts):
-                assert started.returncode == 0, (self.folder / "engines.log").read_text()[-3000:]
+                if started.returncode:
+                    raise SystemExit((self.folder / "engines.log").read_text()[-3000:])
         for gate in self.gates:
             gate.start()
             for name in gate.ports:
@@ -221,14 +231,16 @@ def _pss(pid: int) -> float | None:
     return int(found[1]) / 1024 if found else None
 
 
-def play(fleet: Fleet, name: str, forks: int) -> dict[str, t.Any]:
-    """One run, and where its seconds went."""
+def play(fleet: Fleet, name: str, forks: int, elsewhere: bool = False) -> dict[str, t.Any]:
+    """One run, and where its seconds went. ``elsewhere``: the hosts repeat what they said in the run before."""
     book, more = PLAYS[name]
     report = fleet.folder / f"{name}.json"
     report.unlink(missing_ok=True)
+    output = fleet.folder / f"{name}.log"
+    switch = fleet.folder / "elsewhere"
+    switch.touch() if elsewhere else switch.unlink(missing_ok=True)
     fleet.used()
     simulated = fleet.simulator()
-    output = fleet.folder / f"{name}.log"
     begun, before = time.monotonic(), os.times()
     with output.open("wb") as log:
         process = subprocess.Popen(
@@ -244,9 +256,14 @@ def play(fleet: Fleet, name: str, forks: int) -> dict[str, t.Any]:
             env={**os.environ, "ANSIBLE_NOCOLOR": "1", "ANSIBLE_HOME": str(fleet.folder / ".ansible")},
             stdout=log,
             stderr=log,
+            start_new_session=True,
         )
         watch = Watch(process.pid)
-        status = process.wait()
+        try:
+            status = process.wait()
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
     wall, after = time.monotonic() - begun, os.times()
     if status:
         raise SystemExit(f"{name} ended with {status}:\n{output.read_text()[-3000:]}")
@@ -254,7 +271,7 @@ def play(fleet: Fleet, name: str, forks: int) -> dict[str, t.Any]:
     hosts = fleet.used()
     count = len(fleet.hosts)
     return {
-        "play": name,
+        "play": f"{name}/elsewhere" if elsewhere else name,
         "hosts": count,
         "wall_s": round(wall, 2),
         "wall_s_per_host": round(wall / count, 4),
@@ -264,38 +281,30 @@ def play(fleet: Fleet, name: str, forks: int) -> dict[str, t.Any]:
         "controller_mib": round(watch.mib),
         "with_workers_mib": round(watch.most),
         "load_average": round(os.getloadavg()[0], 1),
-        "report": str(report) if report.exists() else "",
-        "output": str(output),
     }
 
 
+COLUMNS = {
+    "HOSTS": "hosts",
+    "WALL_S": "wall_s",
+    "S_PER_HOST": "wall_s_per_host",
+    "GROWTH": "growth",
+    "CONTROLLER_CPU_S": "controller_cpu_s_per_host",
+    "HOST_CPU_S": "host_cpu_s_per_host",
+    "CONTROLLER_MIB": "controller_mib",
+    "WITH_WORKERS": "with_workers_mib",
+}
+
+
 def table(rows: list[dict[str, t.Any]]) -> str:
-    """Each play at each size, and how the time of one host grew since the smallest."""
-    smallest = {row["play"]: row for row in reversed(rows)}
-    line = "%-16s %6s %8s %10s %8s %14s %10s %14s %8s"
-    lines = [
-        line % ("PLAY", "HOSTS", "WALL_S", "S_PER_HOST", "GROWTH", "CONTROLLER_CPU", "HOST_CPU", "CONTROLLER_MIB", "WITH_ALL")
-    ]
-    for row in rows:
-        lines.append(
-            line
-            % (
-                row["play"],
-                row["hosts"],
-                f"{row['wall_s']:.1f}",
-                f"{row['wall_s_per_host']:.3f}",
-                f"{row['growth']:.2f}",
-                f"{row['controller_cpu_s_per_host']:.3f}",
-                f"{row['host_cpu_s_per_host']:.3f}",
-                row["controller_mib"],
-                row["with_workers_mib"],
-            )
-        )
-    return "\n".join(lines)
+    """A line for each play and size. Times on a CPU are those of one host."""
+    lines = [("PLAY", *COLUMNS), *((row["play"], *(row[key] for key in COLUMNS.values())) for row in rows)]
+    line = "%-18s %6s %8s %11s %7s %17s %11s %15s %13s"
+    return "\n".join(line % one for one in lines)
 
 
 @contextlib.contextmanager
-def fleet_of(count: int, keep: bool = False) -> t.Iterator[Fleet]:
+def fleet_of(count: int) -> t.Iterator[Fleet]:
     folder = Path(tempfile.mkdtemp(prefix="f", dir="/tmp"))  # short: a socket's path has 107 characters at most
     fleet = Fleet(folder, count)
     try:
@@ -303,17 +312,18 @@ def fleet_of(count: int, keep: bool = False) -> t.Iterator[Fleet]:
         yield fleet
     finally:
         fleet.close()
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def measure(counts: list[int], plays: list[str], forks: int, keep: bool = False) -> list[dict[str, t.Any]]:
-    rows = []
+def measure(counts: list[int], plays: t.Sequence[str], forks: int) -> list[dict[str, t.Any]]:
+    """All plays on fleets of each size. ``growth`` is the time of one host as a multiple of that in the first fleet."""
+    rows: list[dict[str, t.Any]] = []
     for count in counts:
-        with fleet_of(count, keep) as fleet:
+        with fleet_of(count) as fleet:
             for name in plays:
-                rows.append(play(fleet, name, forks))
-                print(json.dumps(rows[-1]), file=sys.stderr)
+                for elsewhere in (False, True) if name in REPEATABLE else (False,):
+                    rows.append(play(fleet, name, forks, elsewhere))
+                    print(json.dumps(rows[-1]), file=sys.stderr)
     for row in rows:
         first = next(one for one in rows if one["play"] == row["play"])
         row["growth"] = round(row["wall_s_per_host"] / first["wall_s_per_host"], 3)
@@ -325,9 +335,8 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, nargs="+", default=[50, 200, 500])
     parser.add_argument("--plays", nargs="+", choices=PLAYS, default=STANDARD)
     parser.add_argument("--forks", type=int, default=10)
-    parser.add_argument("--keep", action="store_true")
     arguments = parser.parse_args()
-    rows = measure(arguments.hosts, arguments.plays, arguments.forks, arguments.keep)
+    rows = measure(arguments.hosts, arguments.plays, arguments.forks)
     report = {
         "schema": "baremetal.vllm/fleet",
         "version": 1,

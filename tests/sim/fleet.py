@@ -88,9 +88,7 @@ class Hosted(Supervisor):
             await self.commands("ExecStartPre")
             sock = self.load()
             assert self.engine is not None
-            self.unit.update(
-                MainPID=self.engine.pids[0], SubState="start-post", ExecMainStartTimestampMonotonic=now()
-            )
+            self.unit.update(MainPID=self.engine.pids[0], SubState="start-post", ExecMainStartTimestampMonotonic=now())
             self.unit.group(self.engine.pids)
             await self.engine.listen(sock)
             await self.commands("ExecStartPost")

@@ -163,7 +163,8 @@ next_step:
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.baremetal.vllm.plugins.module_utils._glue import CHANGE, ONE_OR_MORE, run_change
+from ansible_collections.baremetal.vllm.plugins.module_utils._change import CHANGE, run_change
+from ansible_collections.baremetal.vllm.plugins.module_utils._glue import ONE_OR_MORE
 
 
 def main() -> None:

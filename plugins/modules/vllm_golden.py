@@ -238,13 +238,8 @@ import functools
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.baremetal.vllm.plugins.module_utils._glue import (
-    ENGINES,
-    ONE_OR_MORE,
-    chosen_engines,
-    exit_with,
-    fail,
-)
+from ansible_collections.baremetal.vllm.plugins.module_utils._change import exit_with
+from ansible_collections.baremetal.vllm.plugins.module_utils._glue import ENGINES, ONE_OR_MORE, chosen_engines, fail
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import config, golden, golden_change
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.errors import LifecycleError
 

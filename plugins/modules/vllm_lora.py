@@ -168,7 +168,8 @@ next_step:
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.baremetal.vllm.plugins.module_utils._glue import CHANGE, ONE_OR_MORE, run_adapters
+from ansible_collections.baremetal.vllm.plugins.module_utils._change import CHANGE, run_adapters
+from ansible_collections.baremetal.vllm.plugins.module_utils._glue import ONE_OR_MORE
 
 
 def main() -> None:

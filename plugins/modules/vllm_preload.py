@@ -139,7 +139,8 @@ next_step:
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.baremetal.vllm.plugins.module_utils._glue import exit_with, fail
+from ansible_collections.baremetal.vllm.plugins.module_utils._change import exit_with
+from ansible_collections.baremetal.vllm.plugins.module_utils._glue import fail
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.errors import LifecycleError
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.preload import load
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.preload_change import change_preload

@@ -63,11 +63,13 @@ class Engine:
 
     # start
 
+    def child(self, sock: socket.socket) -> int:
+        return fork_core("VLLM::EngineCor", sock)
+
     def start(self) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX)
         sock.bind(str(self.opts.uds))  # a left-over file is an error here as there; bound and not listening: refused
-        signal.signal(signal.SIGTERM, self.stop_in_start)
-        self.pids = [fork_core("VLLM::EngineCor", sock) for _unused in range(self.opts.data_parallel_size)]
+        self.pids = [self.child(sock) for _unused in range(self.opts.data_parallel_size)]
         self.start_faults()
         time.sleep(self.opts.start_delay)
         for index, pid in enumerate(self.pids):
@@ -182,9 +184,7 @@ class Engine:
 
     # serve
 
-    async def serve(self, sock: socket.socket) -> None:
-        import asyncio
-
+    def server(self) -> t.Any:
         from sim.api import Api
         from sim.httpd import Server
 
@@ -196,7 +196,12 @@ class Engine:
             finally:
                 self.publish()
 
-        server = Server(handle, self.faults)
+        return Server(handle, self.faults)
+
+    async def serve(self, sock: socket.socket) -> None:
+        import asyncio
+
+        server = self.server()
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[int] = loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -307,6 +312,7 @@ class Engine:
 
 def main() -> None:
     engine = Engine(options.parse(sys.argv[1:], "engine"))
+    signal.signal(signal.SIGTERM, engine.stop_in_start)
     try:
         sock = engine.start()
     except Exception:  # noqa: BLE001  any error in the start ends the real one alike: traceback, exit 1

@@ -137,6 +137,13 @@ class Unit:
         part.write_text("".join(f"{key}={value}\n" for key, value in found.items()))
         part.replace(self.run / "state")
 
+    def group(self, pids: list[int]) -> None:
+        """Write the control group down."""
+        self.cgroup.mkdir(parents=True, exist_ok=True)
+        part = self.cgroup / "cgroup.procs.new"
+        part.write_text("".join(f"{pid}\n" for pid in sorted(pids)))
+        part.replace(self.cgroup / "cgroup.procs")
+
     def supervisor(self) -> int:
         """Its pid; 0 when none runs."""
         try:
@@ -216,10 +223,7 @@ class Supervisor:
                 stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
                 if pid != os.getpid() and stat[0] != "Z":
                     found.append(pid)
-        self.unit.cgroup.mkdir(parents=True, exist_ok=True)
-        part = self.unit.cgroup / "cgroup.procs.new"
-        part.write_text("".join(f"{pid}\n" for pid in sorted(found)))
-        part.replace(self.unit.cgroup / "cgroup.procs")
+        self.unit.group(found)
         return found
 
     def other_supervisors(self) -> set[int]:
@@ -276,13 +280,7 @@ class Supervisor:
         self.starts += 1
         self.result = "success"
         self.main = None
-        invocation = os.urandom(16).hex()
-        group = f"/system.slice/{self.unit.name}"
-        locked = self.text.get("LimitMEMLOCK", "infinity")
-        self.unit.update(InvocationID=invocation, Result="success", ControlGroup=group, Job=1, LimitMEMLOCK=locked)
-        with open(self.unit.run / "invocations", "a") as starts:
-            starts.write(f"{invocation} {len(self.unit.journal())}\n")
-        self.unit.update(ActiveState="activating", SubState="start-pre")
+        self.announce()
         try:
             self.start()
             while not self.stop_wanted and self.main is not None and self.main.poll() is None:
@@ -299,6 +297,16 @@ class Supervisor:
             return False
         self.end()
         return self.again()
+
+    def announce(self) -> None:
+        """A start begins."""
+        invocation = os.urandom(16).hex()
+        group = f"/system.slice/{self.unit.name}"
+        locked = self.text.get("LimitMEMLOCK", "infinity")
+        self.unit.update(InvocationID=invocation, Result="success", ControlGroup=group, Job=1, LimitMEMLOCK=locked)
+        with open(self.unit.run / "invocations", "a") as starts:
+            starts.write(f"{invocation} {len(self.unit.journal())}\n")
+        self.unit.update(ActiveState="activating", SubState="start-pre")
 
     def start(self) -> None:
         if self.control("ExecCondition", stoppable=True):

@@ -26,13 +26,16 @@ import typing as t
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from . import answers, checkpoint, config, lease, store, weights
-from .answers import Answer, Tolerance
+from . import config, lease, store
 from .config import AdapterConfig, EngineConfig
 from .engine import Served, environment
 from .errors import LifecycleError, Refused, UnknownState, UsageError
 from .unit import UnitState
 
+if t.TYPE_CHECKING:
+    from .answers import Answer
+
+# What only engines with adapters need is imported where they need it: a module's files are compiled anew for each call.
 FILE = "adapters.json"
 VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 # A manifest that is wanted only if it costs nothing.
@@ -139,6 +142,8 @@ def digest_of(path: str, *, user: str = "", timeout: float = 3600.0, remember: b
 
     :raises LifecycleError: as of weights.take.
     """
+    from . import weights
+
     files = weights.take(path, user=user, timeout=timeout, remember=remember).files
     return weights.digest_of("full", {name: one for name, one in files.items() if READ.fullmatch(name)})
 
@@ -275,6 +280,8 @@ def inspect(engine: EngineConfig, adapter: AdapterConfig) -> None:
     :raises UsageError: a file is missing, or the service user cannot read it.
     :raises Refused: another base model, or a higher rank, than the engine has.
     """
+    from . import checkpoint
+
     here = f"engine '{engine.engine}' on {socket.gethostname()}: adapter '{adapter.name}'"
     seen = checkpoint.scan(adapter.path)
     checkpoint.check_readable(adapter.path, seen, engine.user)
@@ -380,8 +387,10 @@ def has_effect(model: Answer, again: Answer, adapter: Answer) -> bool:
     probabilities move with what else is in the batch. A question whose answer from the model itself is not stable shows
     nothing.
     """
-    noise = answers.compare(model, again, Tolerance())
+    from .answers import Tolerance, compare
+
+    noise = compare(model, again, Tolerance())
     if noise.why:
         return False
     margin = max(MARGIN, 3 * noise.distance)
-    return bool(answers.compare(model, adapter, Tolerance(margin, margin)).why)
+    return bool(compare(model, adapter, Tolerance(margin, margin)).why)

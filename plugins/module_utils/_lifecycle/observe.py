@@ -10,7 +10,7 @@ import time
 import typing as t
 from dataclasses import asdict, dataclass, field
 
-from . import adapters, admission, footprint, generations, gpu, lease, pairing
+from . import adapters, admission, footprint, generations, gpu, lease
 from .adapters import EngineAdapters
 from .config import EngineConfig
 from .engine import SLEEP_STATES, Engine, Metrics, Served
@@ -18,9 +18,11 @@ from .errors import LifecycleError, Unreachable
 from .gate import GateState
 from .host import MemoryState, host_memory
 from .lease import Lease, SleepRecord
-from .pairing import EnginePreload
 from .source import ZERO_COPY
 from .unit import Unit, UnitState
+
+if t.TYPE_CHECKING:
+    from .pairing import EnginePreload
 
 STATES = (
     "stopped",
@@ -169,7 +171,7 @@ def observe(config: EngineConfig) -> Observation:
         sleep = None  # the record of a process that has ended
     devices = looker.look("gpu", gpu.observe)
     awake = api is not None and (api.sleeping is False or api.dev_mode is False)
-    preload = looker.look("preload", lambda: pairing.engine_preload(config, unit, started, devices, awake=awake))
+    preload = looker.look("preload", lambda: _observe_preload(config, unit, started, devices, awake=awake))
     cycles = looker.look("cycles", lambda: footprint.read(config.engine, unit.main_pid)) if unit else None
     lent = preload is not None and preload.weights_source == ZERO_COPY
     state, level, reasons = derive(
@@ -223,6 +225,22 @@ def observe(config: EngineConfig) -> Observation:
 def _observe_gate(config: EngineConfig) -> GateState | None:
     door = admission.choose(config)
     return door.observe() if door else None
+
+
+def _observe_preload(
+    config: EngineConfig,
+    unit: UnitState | None,
+    started: dict[str, t.Any] | None,
+    devices: list[gpu.GpuState] | None,
+    *,
+    awake: bool,
+) -> EnginePreload | None:
+    if config.preload is None:
+        return None
+    # A third of the library, which most engines do not need: Ansible has it compiled anew for each call of a module.
+    from .pairing import engine_preload
+
+    return engine_preload(config, unit, started, devices, awake=awake)
 
 
 def _host_copy(cycles: footprint.Cycles | None, started: dict[str, t.Any] | None, lent: bool) -> int | None:

@@ -14,7 +14,7 @@ MOLECULE := molecule test --scenario-name
 TWO := --numprocesses=2 --dist=worksteal
 SHELL_SCRIPTS = $(shell git ls-files --cached --others --exclude-standard | xargs -r awk 'FNR == 1 { if (/^[#]!(\/usr)?\/bin\/(env )?(ba)?sh/) print FILENAME; nextfile }')
 
-.PHONY: help deps lint sanity unit sim-conformance integration molecule chaos test demo lock clean
+.PHONY: help deps lint sanity unit sim-conformance integration molecule chaos gpu test demo lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -56,8 +56,14 @@ molecule: deps ## the scenarios on the lab: a fleet is rolled, engines take turn
 chaos: deps ## every fault at every step of a roll, on the lab; about an hour
 	@echo "== chaos"; $(IN_VENV) CHAOS=all VLLM_LAB_TESTS=tests/chaos $(MOLECULE) rolling
 
+gpu: deps ## the whole life of engines on this machine's own GPU; says so where there is none
+	@echo "== gpu"; $(IN_VENV) $(MOLECULE) gpu
+
 test: lint sanity unit sim-conformance integration molecule ## all of the above
-	@echo "make test: lint, sanity, unit, sim-conformance, integration and molecule passed"
+	@echo "make gpu: deps ## the whole life of engines on this machine's own GPU; says so where there is none
+	@echo "== gpu"; $(IN_VENV) $(MOLECULE) gpu
+
+test: lint, sanity, unit, sim-conformance, integration and molecule passed"
 
 demo: deps ## roll a fleet of three engines under load, ours against naive
 	@$(IN_VENV) python tests/demo.py

@@ -273,6 +273,20 @@ def module(name: str, check: bool = False, limit: float = 300, **arguments: t.An
     return result
 
 
+def task(name: str, limit: float = 300, **arguments: t.Any) -> Result:
+    """A task of a play, in check mode before: what Ansible sends is made already, as for a play's second host."""
+    both = [{name: arguments, "check_mode": True}, {name: arguments}]
+    play = {"hosts": "gpu_host", "gather_facts": False, "vars": {"ansible_python_interpreter": CONTROL}, "tasks": both}
+    (OUT / "play.json").write_text(json.dumps([play]))
+    _status, lines, text = ansible("playbook", [str(OUT / "play.json")], limit)
+    if not lines:
+        raise RuntimeError(f"{name}: no result: {text[-1500:]}")
+    result = Result(lines[-1]["result"])
+    checked = lines[0]["result"]
+    result.update(ok=lines[-1]["outcome"] == "ok", seconds=lines[-1]["seconds"], checked=checked.get("changed"))
+    return result
+
+
 def must(result: Result) -> Result:
     if not result.ok:
         raise RuntimeError(f"failed: {result.msg} next step: {result.next_step}"[:1500])

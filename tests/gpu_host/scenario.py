@@ -672,21 +672,21 @@ def destroy() -> None:
 
 
 STEPS = [
-    again,
     admit,
     golden,
     drain,
     refuse_level1,
-    sleep1,
-    sleep2,
-    kvonly,
     facts.answers,
     facts.streams,
     facts.hang,
+    sleep1,
+    sleep2,
+    kvonly,
     preload,
     facts.cache,
     wrong,
     copied,
+    again,
     kill,
     reload,
     weights,
@@ -699,13 +699,8 @@ STEPS = [
 
 def main(stage: str) -> int:
     kind, _unused, names = stage.partition(":")
-    wanted = (
-        [site]
-        if kind == "site"
-        else [destroy]
-        if kind == "destroy"
-        else [one for one in STEPS if not names or one.__name__ in names.split(",")]
-    )
+    known = {one.__name__: one for one in (site, *STEPS, destroy)}
+    wanted = [known[name] for name in names.split(",")] if names else STEPS if kind == "scenario" else [known[kind]]
     for step in wanted:
         begun = time.time()
         try:

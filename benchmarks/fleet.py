@@ -35,10 +35,6 @@ import venv
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ansible.plugins.loader import init_plugin_loader
-
-init_plugin_loader()
-
 from ansible_collections.baremetal.vllm.tests.unit.lifecycle import world
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,8 +48,8 @@ PLAYS: dict[str, tuple[Path, list[str]]] = {
     "ping": (HERE / "fleet_floors.yml", ["--tags=ping"]),
     "status": (ROOT / "playbooks/status.yml", []),
     "uri": (HERE / "fleet_uri.yml", []),
-    "rolling_restart": (ROOT / "playbooks/rolling_restart.yml", ["--extra-vars=vllm_roll_batch=10%"]),
-    "uri_restart": (HERE / "fleet_uri_restart.yml", ["--extra-vars=bench_batch=10%"]),
+    "rolling_restart": (ROOT / "playbooks/rolling_restart.yml", []),
+    "uri_restart": (HERE / "fleet_uri_restart.yml", []),
 }
 STANDARD = ("raw", "ping", "status", "uri")
 REPEATABLE = ("ping", "status", "uri")  # one module on each host
@@ -231,7 +227,7 @@ def _pss(pid: int) -> float | None:
     return int(found[1]) / 1024 if found else None
 
 
-def play(fleet: Fleet, name: str, forks: int, elsewhere: bool = False) -> dict[str, t.Any]:
+def play(fleet: Fleet, name: str, forks: int, batch: str, elsewhere: bool = False) -> dict[str, t.Any]:
     """One run, and where its seconds went. ``elsewhere``: the hosts repeat what they said in the run before."""
     book, more = PLAYS[name]
     report = fleet.folder / f"{name}.json"
@@ -248,7 +244,7 @@ def play(fleet: Fleet, name: str, forks: int, elsewhere: bool = False) -> dict[s
                 str(Path(sys.executable).parent / "ansible-playbook"),
                 f"--inventory={fleet.inventory}",
                 f"--forks={forks}",
-                f"--extra-vars=vllm_report_path={report}",
+                f"--extra-vars=vllm_report_path={report} vllm_roll_batch={batch}",
                 *more,
                 str(book),
             ],
@@ -315,14 +311,14 @@ def fleet_of(count: int) -> t.Iterator[Fleet]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def measure(counts: list[int], plays: t.Sequence[str], forks: int) -> list[dict[str, t.Any]]:
+def measure(counts: list[int], plays: t.Sequence[str], forks: int, batch: str) -> list[dict[str, t.Any]]:
     """All plays on fleets of each size. ``growth`` is the time of one host as a multiple of that in the first fleet."""
     rows: list[dict[str, t.Any]] = []
     for count in counts:
         with fleet_of(count) as fleet:
             for name in plays:
                 for elsewhere in (False, True) if name in REPEATABLE else (False,):
-                    rows.append(play(fleet, name, forks, elsewhere))
+                    rows.append(play(fleet, name, forks, batch, elsewhere))
                     print(json.dumps(rows[-1]), file=sys.stderr)
     for row in rows:
         first = next(one for one in rows if one["play"] == row["play"])
@@ -335,13 +331,15 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, nargs="+", default=[50, 200, 500])
     parser.add_argument("--plays", nargs="+", choices=PLAYS, default=STANDARD)
     parser.add_argument("--forks", type=int, default=10)
+    parser.add_argument("--batch", default="10%", help="of a rolling restart")
     arguments = parser.parse_args()
-    rows = measure(arguments.hosts, arguments.plays, arguments.forks)
+    rows = measure(arguments.hosts, arguments.plays, arguments.forks, arguments.batch)
     report = {
         "schema": "baremetal.vllm/fleet",
         "version": 1,
         "cores": len(os.sched_getaffinity(0)),
         "forks": arguments.forks,
+        "batch": arguments.batch,
         "rows": rows,
     }
     REPORT.parent.mkdir(exist_ok=True)

@@ -84,6 +84,7 @@ class Hosted(Supervisor):
 
     async def begin(self) -> None:
         if self.engine is None:
+            self.unit.update(ActiveState="activating", SubState="start-pre", Job=1)  # as in spawn(), before all else
             self.announce()
             await self.commands("ExecStartPre")
             sock = self.load()

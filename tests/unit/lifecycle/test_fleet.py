@@ -47,10 +47,10 @@ def test_status_has_a_row_for_every_host_and_its_engine_serves(hosts):
 @pytest.mark.parametrize("name", ["rolling_restart", "uri_restart"])
 def test_every_engine_is_restarted_and_serves_again(hosts, name):
     before = processes(hosts)
-    run(hosts, name)
+    _row, output = run(hosts, name)
     after = processes(hosts)
     assert set(before) == set(after) == set(NAMES)
-    assert all(before[host] != after[host] for host in NAMES)
+    assert all(before[host] != after[host] for host in NAMES), output
     assert [host.gate.ready(host.name) for host in hosts.hosts] == [200] * 3
     assert [host.chat.active() for host in hosts.hosts] == ["active"] * 3
     if name == "rolling_restart":

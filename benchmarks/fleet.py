@@ -17,6 +17,7 @@ Writes build/fleet-report.json; times in seconds, memory in MiB.
 from __future__ import annotations
 
 import argparse
+import compileall
 import contextlib
 import importlib.metadata
 import json
@@ -41,6 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "build/fleet-report.json"
 HERE = ROOT / "benchmarks"
 SIM = ROOT / "tests/sim"
+LIBRARY = ROOT / "plugins/module_utils/_lifecycle"
 BEHIND_ONE_GATE = 10
 # Name: playbook and arguments. The first two are floors.
 PLAYS: dict[str, tuple[Path, list[str]]] = {
@@ -94,7 +96,7 @@ exit $status
 
 
 def control_python(folder: Path) -> str:
-    """As role vllm_host makes it: httpx and pynvml, and nothing that httpx would load beside them."""
+    """As role vllm_host makes it: httpx and pynvml with what they need and no more, and the library, compiled."""
     venv.create(folder, with_pip=False, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")
     wanted, seen = ["httpx", "nvidia-ml-py"], set()
@@ -111,6 +113,8 @@ def control_python(folder: Path) -> str:
                     (packages / top).symlink_to(place)
             needs = [one for one in found.requires or [] if "extra ==" not in one]
             wanted += [re.split(r"[^\w.-]", one)[0] for one in needs]
+    library = shutil.copytree(LIBRARY, folder / "lib/lifecycle/vllm_lifecycle")
+    compileall.compile_dir(library, quiet=1)
     return str(folder / "bin/python")
 
 

@@ -4,7 +4,7 @@
 """What all modules share: options, and errors turned into fail_json once. Private to this collection.
 
 What only modules that change something need is in _change.py: Ansible sends to each host whatever a module imports,
-and there it is compiled anew for each call.
+and each call reads it there.
 """
 
 from __future__ import annotations

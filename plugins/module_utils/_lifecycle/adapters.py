@@ -35,7 +35,7 @@ from .unit import UnitState
 if t.TYPE_CHECKING:
     from .answers import Answer
 
-# What only engines with adapters need is imported where they need it: a module's files are compiled anew for each call.
+# What only engines with adapters need is imported where they need it: each call of a module reads what it imports.
 FILE = "adapters.json"
 VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 # A manifest that is wanted only if it costs nothing.

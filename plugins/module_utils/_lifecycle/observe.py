@@ -237,7 +237,7 @@ def _observe_preload(
 ) -> EnginePreload | None:
     if config.preload is None:
         return None
-    # A third of the library, which most engines do not need: Ansible has it compiled anew for each call of a module.
+    # A third of the library, which most engines do not need: each call of a module reads what it imports.
     from .pairing import engine_preload
 
     return engine_preload(config, unit, started, devices, awake=awake)

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import typing as t
 
+from .balancer import Balancer
 from .config import EngineConfig
 from .gate import Gate, GateState
+from .haproxy import HAProxies
+from .script import Script
 
 
 class Admission(t.Protocol):
@@ -44,13 +47,6 @@ def choose(config: EngineConfig) -> Admission | None:
 
     :raises UsageError: the declaration is not whole.
     """
-    backend = config.admission_backend
-    if backend == "haproxy":
-        from .haproxy import HAProxies
-
-        return HAProxies(config)
-    if backend == "command":
-        from .script import Script
-
-        return Script(config)
-    return Gate(config) if backend == "gate" else None
+    backends: dict[str, type[Gate] | type[Balancer]] = {"gate": Gate, "haproxy": HAProxies, "command": Script}
+    backend = backends.get(config.admission_backend)
+    return backend(config) if backend else None

@@ -20,6 +20,9 @@ the engine says that its own operation took; GPU memory is that of the whole dev
 | transition | task, s | engine, s | MiB before | MiB after | |
 |---|---|---|---|---|---|
 """
+ASKED = (
+    "This collection relies on these; each was asked of engine or daemon over its own door (`tests/gpu_host/facts.py`)."
+)
 
 
 def cell(value: float | None) -> str:
@@ -43,10 +46,12 @@ def document(report: dict) -> str:
         verdict = one["verdict"] + (f" [{one['note']}]" if "note" in one else "")
         lines.append(f"| {one['transition']} | {' | '.join(map(cell, numbers))} | {verdict} |")
     notes = [f"{number}. {text}" for number, text in enumerate(report.get("notes", []), 1)]
+    facts = [f"- {one['fact']}{'' if one['holds'] else ' — **not so here**'}" for one in report.get("facts", [])]
     limits = [f"- {text}" for text in report.get("limits", [])]
     sections = [
         HEAD.format(**report["machine"]) + "\n".join(lines),
         "\n".join(host_memory(report)).rstrip(),
+        "\n".join(["## What vLLM itself does", "", ASKED, "", *facts]),
         "\n".join(["## Notes", "", *notes]),
         "\n".join(["## What this does not show", "", *limits]),
     ]

@@ -60,10 +60,7 @@ gpu: deps ## the whole life of engines on this machine's own GPU; says so where 
 	@echo "== gpu"; $(IN_VENV) $(MOLECULE) gpu
 
 test: lint sanity unit sim-conformance integration molecule ## all of the above
-	@echo "make gpu: deps ## the whole life of engines on this machine's own GPU; says so where there is none
-	@echo "== gpu"; $(IN_VENV) $(MOLECULE) gpu
-
-test: lint, sanity, unit, sim-conformance, integration and molecule passed"
+	@echo "make test: lint, sanity, unit, sim-conformance, integration and molecule passed"
 
 demo: deps ## roll a fleet of three engines under load, ours against naive
 	@$(IN_VENV) python tests/demo.py

@@ -13,6 +13,7 @@ import typing as t
 
 from ansible.module_utils.basic import AnsibleModule, missing_required_lib
 
+from . import _installed  # noqa: F401  # pylint: disable=unused-import  # says where the library comes from
 from ._lifecycle import config
 from ._lifecycle.errors import LifecycleError, MissingLibrary, UsageError
 

@@ -171,7 +171,12 @@ def observe(config: EngineConfig) -> Observation:
         sleep = None  # the record of a process that has ended
     devices = looker.look("gpu", gpu.observe)
     awake = api is not None and (api.sleeping is False or api.dev_mode is False)
-    preload = looker.look("preload", lambda: _observe_preload(config, unit, started, devices, awake=awake))
+    preload = None
+    if config.preload:
+        # A third of the library, which most engines do not need: each call of a module reads what it imports.
+        from . import pairing
+
+        preload = looker.look("preload", lambda: pairing.engine_preload(config, unit, started, devices, awake=awake))
     cycles = looker.look("cycles", lambda: footprint.read(config.engine, unit.main_pid)) if unit else None
     lent = preload is not None and preload.weights_source == ZERO_COPY
     state, level, reasons = derive(
@@ -225,22 +230,6 @@ def observe(config: EngineConfig) -> Observation:
 def _observe_gate(config: EngineConfig) -> GateState | None:
     door = admission.choose(config)
     return door.observe() if door else None
-
-
-def _observe_preload(
-    config: EngineConfig,
-    unit: UnitState | None,
-    started: dict[str, t.Any] | None,
-    devices: list[gpu.GpuState] | None,
-    *,
-    awake: bool,
-) -> EnginePreload | None:
-    if config.preload is None:
-        return None
-    # A third of the library, which most engines do not need: each call of a module reads what it imports.
-    from .pairing import engine_preload
-
-    return engine_preload(config, unit, started, devices, awake=awake)
 
 
 def _host_copy(cycles: footprint.Cycles | None, started: dict[str, t.Any] | None, lent: bool) -> int | None:

@@ -18,6 +18,7 @@ SCRIPT = """
 import sys
 sys.prefix = sys.argv[1]
 sys.path.insert(0, sys.argv[2])
+import a.b._installed
 import a.b._lifecycle.version as found
 print(found.__file__)
 """
@@ -30,6 +31,7 @@ def archive(tmp_path):
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as payload:
         payload.writestr("a/__init__.py", "")
         payload.writestr("a/b/__init__.py", "")
+        payload.write(LIBRARY.parent / "_installed.py", "a/b/_installed.py")
         for name in SENT:
             payload.write(LIBRARY / name, f"a/b/_lifecycle/{name}")
     return path
@@ -72,6 +74,7 @@ def test_a_host_without_the_library(tmp_path, archive):
 
 
 def test_elsewhere_it_is_imported_from_where_it_is():
-    from ansible_collections.baremetal.vllm.plugins.module_utils import _lifecycle
+    from ansible_collections.baremetal.vllm.plugins.module_utils import _installed, _lifecycle
 
+    assert _installed._lifecycle is _lifecycle
     assert [Path(one).resolve() for one in _lifecycle.__path__] == [LIBRARY]

@@ -74,7 +74,7 @@ options:
     default: []
   max_tokens:
     description:
-      - How many tokens each answer has, from 1 to 1024. Without it as the golden has it, and 16 for a first one.
+      - How many tokens each answer has, from 1 to 1024. Without it as the golden has it, and 8 for a first one.
     type: int
   tolerance:
     description:

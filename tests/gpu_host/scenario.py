@@ -288,6 +288,24 @@ def sleep1() -> None:
         )
 
 
+def restart() -> None:
+    """What a wake spares."""
+    right, before = tokens("chat", "large"), used()
+    result = module("vllm_engine", engine="chat", state="restarted", timeout=300)
+    ready = json.loads(Path("/var/lib/vllm/chat/ready.json").read_text())
+    module("vllm_drain", engine="chat", state="serving")
+    entries.add(
+        "restart of an idle engine, its compile cache there",
+        result.ok and result.changed and tokens("chat", "large") == right and gate(8001) == 200,
+        task=result.seconds,
+        engine=ready.get("boot_s"),
+        before=before,
+        after=used(),
+        timings=result.timings,
+        error=(result.msg or "")[:500] or None,
+    )
+
+
 def sleep2() -> None:
     right = tokens("chat", "large")
     moved(
@@ -680,6 +698,7 @@ STEPS = [
     facts.streams,
     facts.hang,
     sleep1,
+    restart,
     sleep2,
     kvonly,
     preload,

@@ -229,7 +229,7 @@ class _Change:
                 hands = Hands(self.config, self.engine, read_record(self.config.engine, before.unit), self.deadline)
                 hands.wanted = {one.adapter.name: one for one in self.wanted}
                 self._perform(hands, actions)
-            after = observe(self.config) if actions else before
+            after = observe(self.config, before) if actions else before
             found = self._verify(after, actions)
         except LifecycleError as exc:
             exc.details.update(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import typing as t
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .errors import Surprise
 
@@ -290,6 +290,11 @@ def nonsense(answers: t.Sequence[Answer]) -> str:
     if len(vectors) > 1 and all(one == vectors[0] for one in vectors):
         return "the answers to different questions are the same"
     return ""
+
+
+def first_tokens(answer: Answer, count: int) -> Answer:
+    """The answer that would have ended after so many tokens; a vector as it is."""
+    return replace(answer, tokens=answer.tokens[:count], logprobs=answer.logprobs[:count], top=answer.top[:count])
 
 
 def compare(recorded: Answer, found: Answer, tolerance: Tolerance) -> Verdict:

@@ -40,7 +40,11 @@ Report = t.Callable[[str], None]
 
 SCHEMA = 1
 FILE = "golden.json"
-MAX_TOKENS = 16
+# Each is a step of the engine in every proof. Other weights and lost ones differed in the first token; the others show
+# that what is computed step by step holds.
+MAX_TOKENS = 8
+# Of the answer from the prefix cache, all tokens of which depend on what was cached.
+CACHED_TOKENS = 2
 MOST_TOKENS = 1024
 # For each question of a proof; the first one after a start may compile.
 ASK_TIMEOUT = 60.0
@@ -507,20 +511,23 @@ def _out(engine: EngineConfig) -> str:
 
 def check(engine: Engine, golden: Golden, deadline: Deadline, allowed: Tolerance | None = None) -> Proof:
     """Compare an engine's answers with a golden. They are computed anew; then the first question is asked once more, as
-    at every check and with more tolerance, so that what the prefix cache holds from before a sleep shows.
+    at every check, for its first tokens and with more tolerance, so that what the prefix cache holds from before a
+    sleep shows.
 
     :raises Mismatch: names the golden, the prompt, the first position that differs, and both values.
     """
-    asked = [*golden.questions, golden.questions[0]]
+    asked, model, most = golden.questions, golden.subject.served_model, golden.max_tokens
     grades = GRADES[GRADES.index(golden.grade) :] if golden.kind in GENERATES else (None,)
-    salts = [*[new_salt()] * len(golden.questions), golden.key]
-    found, _grade = ask_all(engine, asked, golden.subject.served_model, golden.max_tokens, grades, deadline, salts)
+    found, grade = ask_all(engine, asked, model, most, grades, deadline, [new_salt()] * len(asked))
+    few = min(CACHED_TOKENS, most)
+    cached, _grade = ask_all(engine, asked[:1], model, few, (grade,), deadline, [golden.key])
     positions, distance, by = 0, 0.0, golden.compared_by
     exact = allowed or golden.tolerance
     slack = replace(exact, logprobs=exact.logprobs * CACHED_SLACK)
-    for place, answer in enumerate(found):
-        number = place % len(golden.questions)
-        verdict = answers.compare(golden.answers[number], answer, exact if place < len(golden.questions) else slack)
+    owed = [(number, right, exact) for number, right in enumerate(golden.answers)]
+    owed.append((0, answers.first_tokens(golden.answers[0], few), slack))
+    for (number, right, within), answer in zip(owed, [*found, *cached]):
+        verdict = answers.compare(right, answer, within)
         if verdict.why:
             raise _mismatch(engine.config, golden, number, verdict, answer)
         positions += verdict.positions

@@ -154,13 +154,17 @@ class _Looker:
             return None
 
 
-def observe(config: EngineConfig) -> Observation:
-    """Look at everything, change nothing."""
+def observe(config: EngineConfig, before: Observation | None = None) -> Observation:
+    """Look at everything, change nothing.
+
+    :param before: an earlier look. A process that still runs is not asked for its routes again.
+    """
     looker = _Looker()
     unit = looker.look("unit", Unit(config.unit).show)
     api = None
     if unit is not None and unit.active_state == "active":
-        api = _observe_api(config, looker)
+        same = before is not None and before.unit is not None and before.unit.main_pid == unit.main_pid
+        api = _observe_api(config, looker, before.api.capabilities if same and before and before.api else None)
     has_gate = config.admission_backend != "none"
     gate = looker.look("gate", lambda: _observe_gate(config)) if has_gate else None
     held = looker.look("lease", lambda: lease.read(config.engine))
@@ -249,15 +253,15 @@ def _stale(config: EngineConfig, unit: UnitState | None, started: dict[str, t.An
     return bool(started.get("config_digest") != config.config_digest)
 
 
-def _observe_api(config: EngineConfig, looker: _Looker) -> ApiState | None:
+def _observe_api(config: EngineConfig, looker: _Looker, capabilities: list[str] | None) -> ApiState | None:
     engine = Engine(config)
     try:
-        return _ask_api(engine, looker)
+        return _ask_api(engine, looker, capabilities)
     finally:
         engine.close()
 
 
-def _ask_api(engine: Engine, looker: _Looker) -> ApiState | None:
+def _ask_api(engine: Engine, looker: _Looker, capabilities: list[str] | None) -> ApiState | None:
     signals: dict[str, t.Any] = {}
     questions: list[tuple[str, t.Callable[[float], t.Any]]] = [
         ("healthy", engine.healthy),
@@ -266,7 +270,7 @@ def _ask_api(engine: Engine, looker: _Looker) -> ApiState | None:
         ("metrics", engine.metrics),
         ("version", engine.version),
         ("models", engine.served),
-        ("capabilities", engine.capabilities),
+        ("capabilities", engine.capabilities if capabilities is None else lambda _timeout: capabilities),
     ]
     for signal, ask in questions:
         try:

@@ -180,7 +180,7 @@ class Transition:
             if self.wish.state == "reloaded":
                 self.extra["weights"] = {"before": before.weights_digest, "after": self.digest}
             steps = self._carry_out(steps, options)
-            after = observe(self.config) if steps else before
+            after = observe(self.config, before) if steps else before
             expected = predict(before, steps, options)
             if "requests_kept" in self.extra and expected["state"] == "drained":
                 expected["state"] = "draining"  # a prediction cannot know that the time-out comes first

@@ -66,6 +66,8 @@ engines:
       its files as they were when it was loaded (empty where somebody else loaded it) and whether it is C(proved).
       C(loaded) is null where the engine was not seen. C(left) says of each declared adapter that is not there as
       declared why; changed files are seen where that takes no time.
+    - C(golden) is null where the process was not compared with a golden. Else C(matches) says what came of the last
+      comparison, C(key) with which golden, C(at) since when that is known; where no process runs, of the last one.
     - C(journal) has the last lines of the unit's journal, as many as O(journal) asks for.
   returned: success
   type: dict

@@ -16,7 +16,7 @@ import time
 import typing as t
 from pathlib import Path
 
-from . import config, doors, golden, golden_change, preload_doors, weights
+from . import config, doors, exposition, golden, golden_change, preload_doors, weights
 from .errors import LifecycleError, MissingLibrary, UsageError
 from .lease import LeaseRequest
 from .observe import observe
@@ -48,6 +48,13 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(name, help=text).add_argument("daemon")
     info = commands.add_parser("info", help="print what is seen of the engines, as JSON")
     info.add_argument("engine", nargs="*")
+    metrics = commands.add_parser("metrics", help="print what is seen of the engines in the Prometheus text format")
+    metrics.add_argument(
+        "--textfile", type=os.path.abspath, metavar="FILE", help="write it there instead, whole or not at all"
+    )
+    metrics.add_argument(
+        "--timeout", type=float, default=exposition.TIMEOUT, metavar="SECONDS", help="after which what hangs is unknown"
+    )
     change_parser = commands.add_parser("set", help="bring an engine to a state, as the modules do")
     change_parser.add_argument("engine")
     change_parser.add_argument("state", choices=WANTED)
@@ -169,6 +176,19 @@ def _weights(arguments: argparse.Namespace) -> dict[str, t.Any]:
     return manifest.asdict()
 
 
+def _metrics(arguments: argparse.Namespace) -> None:
+    """What could not be looked at is told in the metrics, and is no failure of theirs."""
+    if not 0 < arguments.timeout < 3600:
+        raise UsageError(f"--timeout must be above 0 and below 3600, not {arguments.timeout:g}")
+    text, complaints = exposition.run(arguments.timeout)
+    for complaint in complaints:
+        _report(complaint, sys.stderr)
+    if arguments.textfile:
+        exposition.write(Path(arguments.textfile), text)
+    else:
+        _report(text.rstrip("\n"))
+
+
 def _report(message: str, stream: t.TextIO | None = None) -> None:
     stream = stream or sys.stdout
     stream.write(f"{message}\n")
@@ -179,6 +199,9 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.command == "info":
         names = arguments.engine or config.known_engines()
         _report(json.dumps({name: observe(config.load(name)).asdict() for name in names}, indent=1))
+        return
+    if arguments.command == "metrics":
+        _metrics(arguments)
         return
     if arguments.command == "weights":
         _report(json.dumps(_weights(arguments), indent=1))

@@ -11,6 +11,7 @@ purged where that does not fit, and purged once when a start fails in the ways t
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shutil
 import socket
@@ -88,6 +89,14 @@ def prepare(config: EngineConfig, report: Report) -> None:
             f"purged, so the cache is not the cause: {record['repeated']}",
             next_step=f"read journalctl -u {config.unit}, correct the cause, then start it again",
         )
+
+
+def filled(config: EngineConfig) -> bool | None:
+    """Whether an earlier start has left anything in it; None for an engine without one."""
+    if not config.compile_cache:
+        return None
+    path = store.root() / config.compile_cache.lstrip("/")
+    return any(files for _folder, _folders, files in os.walk(path))
 
 
 def after_failure(config: EngineConfig, journal: t.Sequence[str], report: Report) -> None:

@@ -39,6 +39,7 @@ from .engine import Engine
 from .errors import AdmissionDown, DeadlineExceeded, LifecycleError, Refused, Surprise, Unreachable, UsageError
 from .lease import LeaseRequest
 from .preload import peek
+from .source import MODES
 from .transition import Report, Transition, Wish
 from .unit import Unit, process_start
 
@@ -129,6 +130,7 @@ def preflight(config: EngineConfig, report: Report) -> None:
     adapters.preflight(config)
     _free_socket(config)
     compile_cache.prepare(config, report)
+    lease.record(config.engine, "preflight.json", {**record, "caches": compile_cache.filled(config)})
     # Before the ticket for its GPUs: its daemon may have to start meanwhile.
     preload_doors.await_daemon(config, report)
     generations.put_aside(config, report)
@@ -149,6 +151,15 @@ def _digest_loaded(config: EngineConfig, invocation: str) -> str:
     before = lease.last_preflight(config.engine) or {}
     digest = str(before.get("weights") or "")
     return digest if digest and before.get("invocation") == invocation and digest == _digest_on_disk(config) else ""
+
+
+def _path(config: EngineConfig, invocation: str, lent: dict[str, t.Any] | None) -> str:
+    """How this start came to its weights and kernels: preload, warm or cold; "" where that is not known."""
+    if lent is not None and lent.get("source") in MODES.values():
+        return "preload"
+    before = lease.last_preflight(config.engine) or {}
+    caches = before.get("caches") if before.get("invocation") == invocation else None
+    return "" if caches is None else "warm" if caches else "cold"
 
 
 def _probe_as_user(config: EngineConfig, python: Path) -> None:
@@ -252,6 +263,7 @@ def ready(config: EngineConfig, report: Report, main_pid: int) -> None:
             "runtime_version": config.runtime_version,
             "invocation": invocation,
             "preload": lent,
+            "path": _path(config, invocation, lent),
             "proof": proof.asdict(),
             "weights": _digest_loaded(config, invocation),
             # What a sleep at level 1 has to copy; the engine itself says it once.

@@ -514,8 +514,28 @@ def check(engine: Engine, golden: Golden, deadline: Deadline, allowed: Tolerance
     at every check, for its first tokens and with more tolerance, so that what the prefix cache holds from before a
     sleep shows.
 
+    What came out is written down for who watches the engine.
+
     :raises Mismatch: names the golden, the prompt, the first position that differs, and both values.
     """
+    try:
+        proof = _compare(engine, golden, deadline, allowed)
+    except Mismatch:
+        note(engine.config, golden.key, matches=False)
+        raise
+    note(engine.config, golden.key, matches=True)
+    return proof
+
+
+def note(engine: EngineConfig, key: str, *, matches: bool) -> None:
+    """Write down whether the process that runs now gives the answers of this golden; only what is new."""
+    value = {**identity(Unit(engine.unit).show().main_pid), "key": key, "matches": matches}
+    before = lease.last_comparison(engine.engine) or {}
+    if {name: before.get(name) for name in value} != value:
+        lease.record(engine.engine, "comparison.json", value)
+
+
+def _compare(engine: Engine, golden: Golden, deadline: Deadline, allowed: Tolerance | None) -> Proof:
     asked, model, most = golden.questions, golden.subject.served_model, golden.max_tokens
     grades = GRADES[GRADES.index(golden.grade) :] if golden.kind in GENERATES else (None,)
     found, grade = ask_all(engine, asked, model, most, grades, deadline, [new_salt()] * len(asked))

@@ -224,6 +224,7 @@ class _Job:
                     next_step="find out who else writes to that directory, then run this again",
                 )
         golden.hold(self.engine, self.subject)
+        golden.note(self.engine, new.key, matches=True)
         told = {"golden": new.asdict(), "compared_by": new.compared_by, "tolerance": asdict(new.tolerance)}
         return self._outcome(changed, self._says(new) if changed else [], new.summary(), **{**told, **proof})
 

@@ -123,7 +123,7 @@ def _write(engine: str, lease: Lease) -> None:
 
 
 def last_start(engine: str) -> dict[str, t.Any] | None:
-    """What ``ready`` recorded of the last proved start: main_pid, boot_s, warm_s, at, config_digest."""
+    """What ``ready`` recorded of the last proved start: main_pid, boot_s, warm_s, at, path, config_digest."""
     return store.read_json(store.state_dir(engine) / "ready.json")
 
 
@@ -134,6 +134,11 @@ def last_preflight(engine: str) -> dict[str, t.Any] | None:
 
 def last_transition(engine: str) -> dict[str, t.Any] | None:
     return store.read_json(store.state_dir(engine) / "last_transition.json")
+
+
+def last_comparison(engine: str) -> dict[str, t.Any] | None:
+    """Of an engine with a golden: main_pid, boot, start, at, key, matches."""
+    return store.read_json(store.state_dir(engine) / "comparison.json")
 
 
 def loaded_weights(engine: str, main_pid: int) -> str:

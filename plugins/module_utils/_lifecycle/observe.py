@@ -18,7 +18,7 @@ from .errors import LifecycleError, Unreachable
 from .gate import GateState
 from .host import MemoryState, host_memory
 from .lease import Lease, SleepRecord
-from .source import ZERO_COPY
+from .source import ZERO_COPY, is_now
 from .unit import Unit, UnitState
 
 if t.TYPE_CHECKING:
@@ -95,6 +95,8 @@ class Observation:
     weights_digest: str = ""
     # Why its process is due for a restart: its sleeps have left too much memory behind.
     leak: str = ""
+    # What came of the last comparison with a golden: matches, key, at; None where this process was not compared.
+    golden: dict[str, t.Any] | None = None
     # Whose word ``gate`` is: gate, haproxy or command; with none there is nobody to ask.
     admission_backend: str = "gate"
 
@@ -227,6 +229,7 @@ def observe(config: EngineConfig, before: Observation | None = None) -> Observat
         if unit
         else "",
         leak=footprint.leak(cycles, config.leak_budget_gpu_mib, config.leak_budget_host_mib) if cycles else "",
+        golden=looker.look("golden", lambda: _compared(config, unit)),
         admission_backend=config.admission_backend,
     )
 
@@ -234,6 +237,14 @@ def observe(config: EngineConfig, before: Observation | None = None) -> Observat
 def _observe_gate(config: EngineConfig) -> GateState | None:
     door = admission.choose(config)
     return door.observe() if door else None
+
+
+def _compared(config: EngineConfig, unit: UnitState | None) -> dict[str, t.Any] | None:
+    """The last comparison with a golden, unless another process runs by now. One that failed a start stays told."""
+    found = lease.last_comparison(config.engine)
+    if found is None or unit is None or (unit.main_pid and not is_now(found, unit.main_pid)):
+        return None
+    return {key: found.get(key) for key in ("matches", "key", "at")}
 
 
 def _host_copy(cycles: footprint.Cycles | None, started: dict[str, t.Any] | None, lent: bool) -> int | None:

@@ -10,6 +10,7 @@ Needs root and the packages of tests/lab/apt.txt; makes the lab's layer where th
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -104,8 +105,12 @@ MODULES = """
 
 
 class Host:
-    def __init__(self, top: Path) -> None:
+    """One host of a lab of its own, whose vLLM and NVML are the simulator's."""
+
+    def __init__(self, top: Path, name: str = NAME, subnet: str = SUBNET) -> None:
         self.top = top
+        self.name = name
+        self.subnet = subnet
         self.printed = ""
         (top / "play.yml").write_text(PLAY)
         (top / "modules.yml").write_text(MODULES)
@@ -113,7 +118,7 @@ class Host:
     def lab(self, *arguments: str, check: bool = True) -> str:
         verb, *rest = arguments
         done = subprocess.run(
-            [LAB, verb, "--name", NAME, *rest], capture_output=True, text=True, timeout=300, check=False
+            [LAB, verb, "--name", self.name, *rest], capture_output=True, text=True, timeout=300, check=False
         )
         assert not check or done.returncode == 0, f"lab {verb}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
@@ -126,7 +131,7 @@ class Host:
             ["tar", "-C", source, "--exclude=__pycache__", "-c", "."], check=True, capture_output=True
         )
         subprocess.run(
-            [LAB, "ssh", "--name", NAME, "e1", f"mkdir -p {target} && tar -C {target} -x --no-same-owner"],
+            [LAB, "ssh", "--name", self.name, "e1", f"mkdir -p {target} && tar -C {target} -x --no-same-owner"],
             input=archive.stdout, check=True, timeout=60,
         )  # fmt: skip
 
@@ -223,16 +228,15 @@ def daemon(**keys) -> dict:
     return one | keys
 
 
-@pytest.fixture(scope="module")
-def host(tmp_path_factory):
-    top = tmp_path_factory.mktemp("preload")
-    one = Host(top)
+@contextlib.contextmanager
+def booted(one: Host):
+    top = one.top
     layer = subprocess.run(
         [sys.executable, CHECKOUT / "tests/lab/bake.py"], check=True, stdout=subprocess.PIPE, text=True
     ).stdout.strip()
     one.lab("down", check=False)
     try:
-        one.lab("up", "--subnet", SUBNET, "--hosts", "1", "--routers", "0", "--layer", layer)
+        one.lab("up", "--subnet", one.subnet, "--hosts", "1", "--routers", "0", "--layer", layer)
         one.copy(CHECKOUT / "tests/sim", "/opt/sim")
         root = top / "root"
         model.write(root / "opt/models/m", "the weights")
@@ -249,6 +253,12 @@ def host(tmp_path_factory):
         yield one
     finally:
         one.lab("down", check=False)
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory):
+    with booted(Host(tmp_path_factory.mktemp("preload"))) as one:
+        yield one
 
 
 @pytest.fixture

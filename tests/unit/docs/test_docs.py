@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.exposition import FAMILIES, PREFIX
+
 ROOT = Path(__file__).resolve().parents[3]
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
 ROLES = sorted(path.parents[1] for path in ROOT.glob("roles/*/tasks/main.yml"))
@@ -141,7 +143,7 @@ PLUGINS = {path.stem for path in [*ROOT.glob("plugins/modules/*.py"), *ROOT.glob
 
 
 def known_names() -> set[str]:
-    found = ROLE_VARIABLES | PLUGINS | {role.name for role in ROLES}
+    found = {f"{PREFIX}{family}" for family in FAMILIES} | ROLE_VARIABLES | PLUGINS | {role.name for role in ROLES}
     for path in [*ROOT.glob("playbooks/**/*.yml"), *ROOT.glob("awx/**/*.yml")]:
         found |= set(re.findall(r"\bvllm_[a-z0-9_]+", path.read_text()))
     for path in ROOT.glob("roles/*/tasks/*.yml"):

@@ -530,7 +530,10 @@ def check(engine: Engine, golden: Golden, deadline: Deadline, allowed: Tolerance
 def note(engine: EngineConfig, key: str, *, matches: bool) -> None:
     """Write down whether the process that runs now gives the answers of this golden; only what is new."""
     value = {**identity(Unit(engine.unit).show().main_pid), "key": key, "matches": matches}
-    before = lease.last_comparison(engine.engine) or {}
+    try:
+        before = lease.last_comparison(engine.engine) or {}
+    except UsageError:  # a file that somebody has broken keeps no engine from being proved
+        before = {}
     if {name: before.get(name) for name in value} != value:
         lease.record(engine.engine, "comparison.json", value)
 

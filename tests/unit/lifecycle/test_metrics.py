@@ -99,6 +99,13 @@ def test_wrong_answers_are_told_until_another_process_runs(world, metrics):
     host = world(gpus=1)
     assert golden(host, "recorded")["changed"]
     assert metrics()['golden_match{engine="chat"}'] == 1
+    record = host.root / "var/lib/vllm/chat/comparison.json"
+    record.write_text("{")
+    told = metrics()
+    assert 'golden_match{engine="chat"' not in told
+    assert told['signal_unseen{engine="chat",signal="golden"}'] == 1
+    assert not golden(host, "matching").get("failed"), "a broken record keeps nobody from being proved"
+    assert metrics()['golden_match{engine="chat"}'] == 1
     host.chat.set_fault("garbage")
     assert golden(host, "matching")["failed"]
     assert metrics()['golden_match{engine="chat"}'] == 0

@@ -26,11 +26,9 @@ def vllm_gates(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) -> dict[
     gates = {}
     for host in sorted(hosts):  # from a set operation, in no order
         values = hostvars[host]
-        address = values.get("vllm_gate_address") or values.get("ansible_host") or host
-        if address in ("0.0.0.0", "::"):  # noqa: S104 - the default: listens on all, so ask the host's own address
-            address = values.get("ansible_host") or host
+        address = gate_addresses(host, values)[0]
         for engine in values.get("vllm_engine_instances") or []:
-            admission = _admission(values.get("vllm_engine_admission") or {}, engine.get("admission") or {})
+            admission = admission_of(values, engine)
             if admission["backend"] == "gate" and engine.get("port") and values.get("vllm_engine_gate", True):
                 where = f"http://{f'[{address}]' if ':' in address else address}:{engine['port']}"
             else:
@@ -39,8 +37,16 @@ def vllm_gates(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) -> dict[
     return gates
 
 
-def _admission(fleet: t.Mapping[str, t.Any], own: t.Mapping[str, t.Any]) -> dict[str, t.Any]:
-    """As the role vllm_engine joins the two."""
+def gate_addresses(host: str, values: t.Mapping[str, t.Any]) -> list[str]:
+    """Where a host's gate is asked, and by which other addresses the inventory may call it."""
+    own = values.get("vllm_gate_address")
+    named = [own] if own and own not in ("0.0.0.0", "::") else []  # noqa: S104 - the default: listens on all
+    return [*named, *([values["ansible_host"]] if values.get("ansible_host") else []), host]
+
+
+def admission_of(values: t.Mapping[str, t.Any], engine: t.Mapping[str, t.Any]) -> dict[str, t.Any]:
+    """A host's default and what is the engine's own, as the role vllm_engine joins the two."""
+    fleet, own = values.get("vllm_engine_admission") or {}, engine.get("admission") or {}
     backend = own.get("backend") or fleet.get("backend") or "gate"
     default = fleet if backend == (fleet.get("backend") or "gate") else {}
     both = {**default, **{key: value for key, value in own.items() if value is not None}}
@@ -213,7 +219,6 @@ class FilterModule:
         return {
             "vllm_abandoned": vllm_abandoned,
             "vllm_evidence": vllm_evidence,
-            "vllm_gates": vllm_gates,
             "vllm_roll_rows": vllm_roll_rows,
             "vllm_status_rows": vllm_status_rows,
         }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import typing as t
 
-from ansible_collections.baremetal.vllm.plugins.filter.fleet import DRAIN_STEPS, vllm_gates
+from ansible_collections.baremetal.vllm.plugins.filter.fleet import DRAIN_STEPS
 
 AWAKE = ("serving", "withdrawn", "draining", "drained")
 # Nothing of such an engine is on a GPU.
@@ -315,35 +315,6 @@ def _swollen(seen: t.Mapping[str, t.Any]) -> bool:
     )
 
 
-def vllm_staying(
-    hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any], batch: t.Iterable[str]
-) -> list[dict[str, t.Any]]:
-    """For each model that engines of the batch stop serving: the gates of the engines that may go on with it.
-
-    ``hosts`` are those whose engines count. Each host of the batch names the engines that go in ``__vllm_going``.
-    """
-    going = {f"{host}/{name}" for host in batch for name in hostvars[host].get("__vllm_going") or ()}
-    models = {f"{host}/{one['name']}": _model(one) for host in {*hosts, *batch} for one in _instances(hostvars[host])}
-    gates = vllm_gates(hosts, hostvars)
-    return [
-        {
-            "model": model,
-            "going": sorted(key for key in going if models.get(key) == model),
-            "endpoints": {key: url for key, url in gates.items() if models[key] == model and key not in going},
-        }
-        for model in sorted({models[key] for key in going})
-    ]
-
-
-def _instances(values: t.Mapping[str, t.Any]) -> t.Sequence[t.Mapping[str, t.Any]]:
-    return values.get("vllm_engine_instances") or []
-
-
-def _model(instance: t.Mapping[str, t.Any]) -> str:
-    """The name that clients use, as the role vllm_engine has it."""
-    return str(instance.get("served_model_name") or str(instance["model"]).rpartition("/")[2])
-
-
 def vllm_switch_rows(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) -> list[dict[str, t.Any]]:
     """One row for each host that a run has looked at: what it changed, and where the seconds went.
 
@@ -403,7 +374,6 @@ class FilterModule:
 
     def filters(self) -> dict[str, t.Callable[..., t.Any]]:
         return {
-            "vllm_staying": vllm_staying,
             "vllm_switch_plan": vllm_switch_plan,
             "vllm_switch_return": vllm_switch_return,
             "vllm_switch_rivals": vllm_switch_rivals,

@@ -144,13 +144,15 @@ def test_the_words_are_what_clients_see(central, engines, tcp):
         assert (seen.admission, seen.told, seen.ready) == (word, "", word == "open")
         wait_for(lambda answering=answering: ask_all(haproxy) == answering)
     endpoint = f"haproxy://127.0.0.1:{haproxy.admin}/chat/gpu1"
-    assert capacity.ask(endpoint) == ""
+    assert capacity.ask(endpoint) == capacity.Answer(True)
     one.set("admission", "withdrawn")
-    assert capacity.ask(endpoint).endswith("has it withdrawn")
+    assert (found := capacity.ask(endpoint)).serves is False
+    assert found.why.endswith("has it withdrawn")
     one.set("admission", "open")
     engines["one"].stop()
     wait_for(lambda: not one.observe().ready)
-    assert capacity.ask(endpoint).endswith("has it down")
+    assert (found := capacity.ask(endpoint)).serves is False
+    assert found.why.endswith("has it down")
 
 
 def ask_all(haproxy: Central) -> set[str]:

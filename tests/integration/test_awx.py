@@ -191,7 +191,7 @@ def test_a_roll_that_is_cancelled_is_gone_on_with(fleet):
     before = {host: fleet.pid(host) for host in fleet.hosts}
     with fleet.hosts["h2"].gate.client("chat", tokens=60000):
         job = fleet.launch(
-            "rolling restart", vllm_hosts="vllm_engines", vllm_roll_engines=["chat"], vllm_roll_min_serving=1
+            "rolling restart", vllm_hosts="vllm_engines", vllm_roll_engines=["chat"], vllm_roll_min_serving="1"
         )
         wait_for(fleet.hosts["h2"].chat.lease, f"h2 is withdrawn: {job.said()}", 180)
         done = fleet.pid("h1")
@@ -204,7 +204,9 @@ def test_a_roll_that_is_cancelled_is_gone_on_with(fleet):
     assert fleet.pid("h2") == before["h2"]
     assert not fleet.seen("h2")["ready"]
 
-    again = fleet.run("rolling restart", vllm_hosts="vllm_engines", vllm_roll_engines=["chat"], vllm_roll_min_serving=1)
+    again = fleet.run(
+        "rolling restart", vllm_hosts="vllm_engines", vllm_roll_engines=["chat"], vllm_roll_min_serving="1"
+    )
     assert f"{held['run']}: 1 host(s) not serving come first" in again.said()
     assert fleet.pid("h1") == done, "what was done is left alone"
     assert fleet.pid("h2") != before["h2"]

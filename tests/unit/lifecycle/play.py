@@ -16,7 +16,7 @@ from pathlib import Path
 from ansible.parsing.dataloader import DataLoader
 from ansible.template import Templar
 
-from ansible_collections.baremetal.vllm.plugins.filter import fleet, schedule, switching, upgrade
+from ansible_collections.baremetal.vllm.plugins.filter import capacity, fleet, schedule, switching, upgrade
 
 try:
     from ansible.template import trust_as_template
@@ -193,7 +193,7 @@ class Play:
         templar = Templar(self.loader, variables={**self.facts, **own})
         # Ansible's own way to them is through its loader of collections, which a test's imports have forestalled.
         filters = getattr(templar, "_engine", templar).environment.filters
-        for plugins in (fleet, schedule, switching, upgrade):
+        for plugins in (capacity, fleet, schedule, switching, upgrade):
             for name, function in plugins.FilterModule().filters().items():
                 filters[f"baremetal.vllm.{name}"] = function
         return templar

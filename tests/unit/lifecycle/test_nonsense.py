@@ -679,7 +679,7 @@ MODULES = {
     vllm_lora: ["engine", "engines", "adapters", "state", "timeout", "lease", "force"],
     vllm_preload: ["daemon", "state", "timeout", "force"],
     vllm_info: ["engine", "engines"],
-    vllm_capacity: ["endpoints", "min_serving"],
+    vllm_capacity: ["pools"],
     vllm_weights: ["path", "state", "method", "user", "allowed", "allowed_file", "allowed_signers", "timeout"],
 }
 USUAL = {
@@ -694,8 +694,14 @@ USUAL = {
     "level": [0, 1, 2, 3],
     "timeout": [0.2, 0, -1, "nan", "inf", 1e12],
     "lease": [{"owner": "me", "ttl": 5}, {"ttl": "nan"}, {"colour": 1}],
-    "endpoints": [{}, {"a": "http://127.0.0.1:1"}, {"a": "no url"}, {"a": "http://[::"}],
-    "min_serving": [0, -1],
+    "pools": [
+        [],
+        [{"name": "chat", "min_serving": 0, "others": {}}],
+        [{"name": "chat", "min_serving": -1, "others": {}}],
+        [{"name": "chat", "min_serving": 1, "others": {"a": "http://127.0.0.1:1"}, "going": {"b": "http://[::"}}],
+        [{"name": "chat", "min_serving": 1, "others": {"a": "no url"}, "going": {}}],
+        [{"name": "chat"}],
+    ],
     "daemon": ["base", ""],
     "path": ["/no/such/model", "org/model", "/etc/hostname"],
     "method": ["full", "sample", "half"],

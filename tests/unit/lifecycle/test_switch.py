@@ -323,8 +323,8 @@ def test_the_last_of_a_model_does_not_go(pair):
     )
     assert pair.serves("chat")
     assert pair.host.engines["chat"].mutations() == []
-    # another engine of the same model, which does not serve
-    pair.instances.append({"name": "chat2", "model": "/srv/models/chat", "gpus": ["9"], "port": 1})
+    # another engine of the model that it really serves, which does not serve
+    pair.instances.append({"name": "chat2", "model": "/srv/models/tiny", "gpus": ["9"], "port": 1})
     said = pair.play("code", vllm_switch_min_serving=1, vllm_switch_capacity_timeout=1).run("switch.yml")
     assert "0 of 1 other engine(s) serve, 1 must: e1/chat2" in said
 

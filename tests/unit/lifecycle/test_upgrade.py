@@ -73,7 +73,9 @@ class Site:
     def play(self, check: bool = False, kill_after: int | None = None, **variables) -> Play:
         self.check = check
         given = {
-            "vllm_engine_instances": [{"name": "chat", "port": self.host.gate.ports["chat"]}],
+            "vllm_engine_instances": [
+                {"name": "chat", "model": "/srv/models/tiny", "port": self.host.gate.ports["chat"]}
+            ],
             "vllm_gate_address": "127.0.0.1",
             "vllm_upgrade_soak": 0,
             **variables,

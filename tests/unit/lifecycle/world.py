@@ -93,11 +93,25 @@ if table:
 """
 
 
-def run_playbook(book: str, engines: dict, folder: Path, *arguments: str, rc: int = 0, **variables) -> str:
-    """What ansible-playbook printed. ``engines`` are the hosts of the group vllm_engines, with their variables."""
+def run_playbook(
+    book: str,
+    engines: dict,
+    folder: Path,
+    *arguments: str,
+    rc: int = 0,
+    routers: dict | None = None,
+    collections: Path | None = None,
+    **variables,
+) -> str:
+    """What ansible-playbook printed. ``engines`` and ``routers`` are hosts of these groups, with their variables.
+
+    ``collections`` is where this collection is to be found, instead of in the checkout.
+    """
     inventory = folder / "hosts.json"
-    group = {"hosts": engines, "vars": {"ansible_connection": "local", "ansible_become": False}}
-    inventory.write_text(json.dumps({"all": {"children": {"vllm_engines": group}}}))
+    groups = {"vllm_engines": {"hosts": engines}, "vllm_routers": {"hosts": routers or {}}}
+    here = {"ansible_connection": "local", "ansible_become": False}
+    inventory.write_text(json.dumps({"all": {"children": groups, "vars": here}}))
+    elsewhere = {"ANSIBLE_COLLECTIONS_PATH": str(collections)} if collections else {}
     done = subprocess.run(
         [
             str(Path(sys.executable).parent / "ansible-playbook"),
@@ -107,7 +121,7 @@ def run_playbook(book: str, engines: dict, folder: Path, *arguments: str, rc: in
             str(CHECKOUT / "playbooks" / book),
         ],
         cwd=CHECKOUT,
-        env={**os.environ, "ANSIBLE_NOCOLOR": "1", "ANSIBLE_HOME": str(folder / ".ansible")},
+        env={**os.environ, "ANSIBLE_NOCOLOR": "1", "ANSIBLE_HOME": str(folder / ".ansible"), **elsewhere},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -343,7 +357,8 @@ class World:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {**self.systemd.env, **self.gpu.env, store.ROOT_VARIABLE: str(self.root), "SIM_ARGS": ""}
+        given = {**self.systemd.env, **self.gpu.env, store.ROOT_VARIABLE: str(self.root), "SIM_ARGS": ""}
+        return given if self.gpus else {**given, "SIM_LEDGER": ""}
 
     def declare(
         self,
@@ -647,8 +662,6 @@ def use(monkeypatch, host: World) -> None:
     """Let this process be on that host."""
     for name, value in host.environment.items():
         monkeypatch.setenv(name, value)
-    if host.gpus == 0:
-        monkeypatch.setenv("SIM_LEDGER", "")
     # pynvml finds its library through the loader, which reads LD_LIBRARY_PATH when a process starts.
     monkeypatch.setattr(pynvml, "nvmlLib", ctypes.CDLL(str(nvml_library() / "libnvidia-ml.so.1")))
     monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})

@@ -373,24 +373,6 @@ def test_what_is_to_wake(engine, action):
     assert not any(switching.vllm_wake_plan({"chat": engine, "code": seen()}, ["code"]).values())
 
 
-def test_those_that_stay_are_counted_for_each_model_that_goes():
-    second = {**CODE, "name": "chat2", "served_model_name": "chat", "port": 8009}
-    hosts = {
-        "e1": {"vllm_engine_instances": [CHAT, EMBED], "__vllm_going": ["chat", "embed"], "ansible_host": "10.0.0.1"},
-        "e2": {"vllm_engine_instances": [CHAT, second], "__vllm_going": ["chat"], "ansible_host": "10.0.0.2"},
-        "e3": {"vllm_engine_instances": [CHAT, CODE], "ansible_host": "10.0.0.3"},
-    }
-    assert switching.vllm_staying(["e1", "e2", "e3"], hosts, ["e1", "e2"]) == [
-        {
-            "model": "chat",
-            "going": ["e1/chat", "e2/chat"],
-            "endpoints": {"e2/chat2": "http://10.0.0.2:8009", "e3/chat": "http://10.0.0.3:8001"},
-        },
-        {"model": "embed", "going": ["e1/embed"], "endpoints": {}},
-    ]
-    assert switching.vllm_staying(["e1", "e2", "e3"], hosts, ["e3"]) == []
-
-
 def test_rows_say_where_the_seconds_went():
     steps = {"withdraw": 0.1, "await_router": 3.0, "await_idle": 0.5, "close": 0.1, "sleep": 0.4}
     slept = {"results": [{"engines": {"chat": {"changed": True, "elapsed": 4.2, "timings": steps}}}]}

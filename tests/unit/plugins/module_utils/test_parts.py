@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -240,26 +241,80 @@ def gates():
         server.server_close()
 
 
+def pool(others, min_serving, going=(), name="model 'chat'"):
+    return capacity.Pool(name, min_serving, dict(going), others)
+
+
 def test_capacity_counts_gates_as_a_router_does(gates, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
-    result = capacity.await_serving(gates, 2, timeout=1)
-    assert result["serving"] == ["a", "c"]
-    assert result["left"] == {"b": "/ready is 503"}
+    (row,) = capacity.await_serving([pool(gates, 2)], timeout=1)["pools"]
+    assert row == {
+        "name": "model 'chat'",
+        "min_serving": 2,
+        "serving": ["a", "c"],
+        "left": {"b": "/ready is 503"},
+    }
 
 
-def test_capacity_that_does_not_come_is_refused_with_names(gates):
-    with pytest.raises(
-        Refused, match=r"2 of 4 other engine\(s\) serve, 3 must: b: /ready is 503; d: .*refused"
-    ) as caught:
-        capacity.await_serving({**gates, "d": "http://127.0.0.1:1"}, 3, timeout=0.1)
-    assert caught.value.details["serving"] == ["a", "c"]
+def test_capacity_that_does_not_come_is_refused_with_pools_numbers_and_names(gates):
+    """One pool has enough, two have not: all are counted, and the message has both."""
+    a, b, c = (gates[name] for name in "abc")
+    nobody = "http://127.0.0.1:1"
+    with pytest.raises(Refused) as caught:
+        capacity.await_serving(
+            [
+                pool({"c": c}, 1, {"a": a}, "model 'small'"),
+                pool({"b": b, "c": c, "d": nobody}, 3, {"a": a}),
+                pool({"b": b}, 1, {"c": c}, "model 'code' in pool 'day'"),
+            ],
+            timeout=0.1,
+        )
+    assert re.fullmatch(
+        r"model 'chat' without a: 1 of 3 other engine\(s\) serve, 3 must: b: /ready is 503; d: .*refused.*; and "
+        r"model 'code' in pool 'day' without c: 0 of 1 other engine\(s\) serve, 1 must: b: /ready is 503\. Next: .*",
+        caught.value.text,
+    ), caught.value.text
+    details = caught.value.details
+    assert [row["serving"] for row in details["pools"]] == [["c"], ["c"], []]
+    assert set(details["left"]) == {"b", "d"}
+    assert "lower min_serving" in caught.value.next_step
+
+
+def test_capacity_of_a_pool_that_loses_nothing_is_not_counted(gates):
+    """What is out already may be changed. Of what gives no answer nobody knows that it is out."""
+    a, b = gates["a"], gates["b"]
+    assert capacity.await_serving([pool({"b": b}, 1, {"b2": b})], timeout=0)["pools"] == []
+    assert capacity.await_serving([pool({}, 1, {"b2": b})], timeout=0)["pools"] == []
+    for going in (a, "http://127.0.0.1:1", "uncounted:none"):
+        with pytest.raises(Refused, match="0 of 1 other"):
+            capacity.await_serving([pool({"b": b}, 1, {"b2": b, "going": going})], timeout=0)
+
+
+def test_capacity_of_nothing_asks_nobody(gates, monkeypatch):
+    monkeypatch.setattr(capacity, "ask", lambda url: pytest.fail(f"{url} was asked"))
+    assert capacity.await_serving([pool(gates, 0, {"a": gates["a"]})], timeout=0)["pools"] == []
+    assert capacity.await_serving([], timeout=0)["pools"] == []
+
+
+def test_capacity_that_comes_is_waited_for(gates, monkeypatch):
+    looks = []
+    real = capacity.ask
+
+    def ask(url):
+        looks.append(url)
+        return real(url) if len(looks) > 1 else capacity.Answer(False, "not yet")
+
+    monkeypatch.setattr(capacity, "ask", ask)
+    (row,) = capacity.await_serving([pool({"a": gates["a"]}, 1)], timeout=30)["pools"]
+    assert (row["serving"], len(looks)) == (["a"], 2)
 
 
 @pytest.mark.parametrize("url", ["gpu1:8001", "http://", "http://[::", "http://gpu1:port", "ftp://gpu1:21", 8001, None])
 def test_capacity_of_what_is_no_url_fails_at_once(url):
-    with pytest.raises(UsageError, match=r"endpoint gpu1/chat is .* which is no URL"):
-        capacity.await_serving({"gpu1/chat": url}, 1, timeout=60)
+    for one in (pool({"gpu1/chat": url}, 1), pool({}, 0, {"gpu1/chat": url})):
+        with pytest.raises(UsageError, match=r"endpoint gpu1/chat is .* which is no URL"):
+            capacity.await_serving([one], timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -274,28 +329,30 @@ def test_capacity_of_what_is_no_url_fails_at_once(url):
 )
 def test_capacity_of_what_is_no_haproxy_fails_at_once(url):
     with pytest.raises(UsageError, match=r"gpu1/chat is .* no URL"):
-        capacity.await_serving({"gpu1/chat": url}, 1, timeout=60)
+        capacity.await_serving([pool({"gpu1/chat": url}, 1)], timeout=60)
 
 
 def test_capacity_never_counts_an_engine_that_nobody_can_be_asked_about(gates, monkeypatch):
     monkeypatch.setattr(capacity.Deadline, "rest", lambda *_unused: pytest.fail("it waits in vain"))
-    endpoints = {**gates, "d": "uncounted:command"}
-    ready = capacity.await_serving(endpoints, 0, timeout=60)["serving"]
-    assert "d" not in ready
+    others = {**gates, "d": "uncounted:command"}
+    (row,) = capacity.await_serving([pool(others, 2)], timeout=60)["pools"]
+    assert "d" not in row["serving"]
     with pytest.raises(Refused, match="about d: it has admission command, so nobody but its own host") as caught:
-        capacity.await_serving(endpoints, len(endpoints), timeout=60)
+        capacity.await_serving([pool(others, len(others))], timeout=60)
     assert caught.value.details["left"].keys() == {"d"}
     assert "lower min_serving" in caught.value.next_step
 
 
 def test_capacity_of_a_haproxy_without_an_answer_does_not_count():
-    found = capacity.await_serving({"a": "haproxy://127.0.0.1:1/pool/e1"}, 0, timeout=1)
-    assert found["serving"] == []
-    assert "gives no answer" in found["left"]["a"]
+    with pytest.raises(Refused, match="0 of 1 other") as caught:
+        capacity.await_serving([pool({"a": "haproxy://127.0.0.1:1/pool/e1"}, 1)], timeout=0)
+    assert "gives no answer" in caught.value.details["left"]["a"]
 
 
 def test_capacity_above_what_there_is_fails_at_once(gates):
     begun = time.monotonic()
-    with pytest.raises(UsageError, match="min_serving is 4, yet 3"):
-        capacity.await_serving(gates, 4, timeout=60)
+    with pytest.raises(UsageError, match="model 'chat' without gone: min_serving is 4, yet 3"):
+        capacity.await_serving([pool(gates, 4, {"gone": gates["a"]})], timeout=60)
+    with pytest.raises(UsageError, match="min_serving is -1"):
+        capacity.await_serving([pool(gates, -1)], timeout=60)
     assert time.monotonic() - begun < 1

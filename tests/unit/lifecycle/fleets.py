@@ -80,6 +80,7 @@ class Fleet:
             ]
             self.declared[name] = {
                 "vllm_host_control_python": host.python(),
+                "ansible_python_interpreter": host.python(),
                 "vllm_gate_address": "127.0.0.1",
                 "sim_root": str(host.root),
                 "vllm_engine_instances": instances,

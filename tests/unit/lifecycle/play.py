@@ -34,7 +34,7 @@ MODULES = "ansible_collections.baremetal.vllm.plugins.modules"
 OMIT = "__omit_place_holder__"
 IGNORED = tuple(f"ansible.builtin.{name}" for name in ("debug", "setup", "systemd_service", "wait_for_connection"))
 KEYWORDS = ("name", "when", "vars", "loop", "loop_control", "register", "run_once", "changed_when",
-            "delegate_to", "become")  # fmt: skip
+            "delegate_to", "become", "ignore_errors", "ignore_unreachable")  # fmt: skip
 ROLES = ("ansible.builtin.import_role", "ansible.builtin.include_role")
 
 
@@ -134,7 +134,7 @@ class Play:
             result = self._once(task, action, own)
         if "register" in task:
             self.facts[task["register"]] = result
-        if result.get("failed"):
+        if result.get("failed") and not task.get("ignore_errors"):
             self.facts.update(ansible_failed_task={"name": str(task["name"])}, ansible_failed_result=result)
             raise Failed(result.get("msg") or "; ".join(one["msg"] for one in result["results"] if one.get("failed")))
 

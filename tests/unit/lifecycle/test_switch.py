@@ -472,6 +472,28 @@ def test_sleep_and_wake_by_hand(pair):
     assert [name for name, _options in again.calls] == ["vllm_info"]
 
 
+def shows(said: str) -> None:
+    """What every failure brings along."""
+    for words in ("unit: active/running, result success", "GPU GPU-", "(its own)", "end of its journal:"):
+        assert words in said, said
+
+
+def test_what_the_host_shows_is_in_the_message_of_each_failure(pair):
+    chat = pair.host.engines["chat"]
+    chat.set_fault("sleep_5xx_before")
+    for book in ("switch.yml", "sleep.yml"):
+        said = pair.play("code", vllm_sleep_min_serving=0).run(book)
+        assert "Drain, put to sleep, and prove the memory free" in said
+        shows(said)
+    chat.clear_faults()
+    assert pair.play("chat").run("wake.yml") == ""
+    assert pair.play("chat", vllm_sleep_min_serving=0).run("sleep.yml") == ""
+    chat.set_fault("wake_5xx_after")
+    said = pair.play("chat").run("wake.yml")
+    assert "Wake, prove and admit" in said
+    shows(said)
+
+
 def test_the_last_of_a_model_is_not_put_to_sleep(pair):
     assert "min_serving is 1, yet 0 engine(s) are left to serve" in pair.play("").run("sleep.yml")
     assert pair.serves("chat")

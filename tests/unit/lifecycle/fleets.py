@@ -132,7 +132,7 @@ class Fleet:
         said = run_playbook(
             book, self.declared, self.folder, *arguments, rc=rc, routers=routers, collections=collections, **given
         )
-        return " ".join(said.split())
+        return " ".join(said.split()).replace("''", "'")  # Ansible 2.16 writes a message as YAML in quotes
 
     def pids(self) -> dict[str, int]:
         return {

@@ -494,6 +494,14 @@ def test_what_the_host_shows_is_in_the_message_of_each_failure(pair):
     shows(said)
 
 
+def test_what_the_host_shows_is_in_the_message_of_a_drain_that_fails(pair):
+    pair.host.engines["chat"].set_fault("pause_wait_stuck")
+    said = pair.play("", vllm_drain_engines=["chat"], vllm_drain_min_serving=0, vllm_drain_timeout=2).run("drain.yml")
+    assert '"Drain, or put back" failed' in said
+    assert not pair.serves("chat")
+    shows(said)
+
+
 def test_the_last_of_a_model_is_not_put_to_sleep(pair):
     assert "min_serving is 1, yet 0 engine(s) are left to serve" in pair.play("").run("sleep.yml")
     assert pair.serves("chat")

@@ -141,7 +141,9 @@ class Fleet:
                 "vllm_host_control_python": host.python(interpreter),
                 "ansible_python_interpreter": host.python(interpreter),
                 "ansible_host": "127.0.0.1",
-                "vllm_engine_instances": [{"name": host.name, "port": host.gate.ports[host.name]}],
+                "vllm_engine_instances": [
+                    {"name": host.name, "model": "/srv/models/tiny", "port": host.gate.ports[host.name]}
+                ],
                 "bench_systemctl": f"SIM_UNITS={host.systemd.units} SIM_FLEET={requests} {SIM / 'bin/systemctl'}",
             }
             for host in self.hosts

@@ -32,7 +32,7 @@ def cell(value: float | None) -> str:
 def host_memory(report: dict) -> list[str]:
     rows = []
     for one in report["transitions"]:
-        if (taken := one.get("rss_change_mib") or 0) > 0:
+        if (taken := one.get("rss_change_mib") or 0) > 0 and one.get("weights_mib"):
             numbers = [one["weights_mib"], taken, -one["available_change_mib"], round(taken / one["weights_mib"], 2)]
             rows.append(f"| {one['transition']} | {' | '.join(map(cell, numbers))} |")
     head = "| | weights, MiB | resident in its processes | gone from the available | per MiB of weights |"

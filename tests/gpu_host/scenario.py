@@ -103,6 +103,11 @@ def moved(
     return result
 
 
+def loaded(engine: str) -> int | None:
+    """MiB of weights on the GPU, as the engine's log said at its start."""
+    return json.loads(Path(f"/var/lib/vllm/{engine}/ready.json").read_text()).get("weights_mib")
+
+
 # Steps
 
 ENGINES = ["chat", "mapped", "copied"]
@@ -274,6 +279,7 @@ def sleep1() -> None:
             lambda: task("baremetal.vllm.vllm_sleep", engine="chat", level=1),
             lambda result, at: at["after"] < at["before"] - 30000 and gate(8001) == 503,
             expected_host_copy_mib=seen["host_copy_mib"],
+            weights_mib=loaded("chat"),
         )
         if number == "second":
             again = module("vllm_sleep", engine="chat", level=1)
@@ -531,6 +537,7 @@ def copied() -> None:
         "spare",
         lambda: task("baremetal.vllm.vllm_sleep", engine="copied", level=1),
         lambda result, at: at["after"] < at["before"] - 5000,
+        weights_mib=loaded("copied"),
     )
     moved(
         "copy mode: wake",

@@ -11,10 +11,10 @@ FLOOR := $(CURDIR)/.venv-2.16/bin
 IN_VENV := PATH="$(VENV):$$PATH"
 MOLECULE := molecule test --scenario-name
 # The tests of modules spend most of their time in waiting for simulated engines.
-TWO := --numprocesses=2 --dist=worksteal
+SIDE_BY_SIDE := --numprocesses=4 --dist=worksteal
 SHELL_SCRIPTS = $(shell git ls-files --cached --others --exclude-standard | xargs -r awk 'FNR == 1 { if (/^[#]!(\/usr)?\/bin\/(env )?(ba)?sh/) print FILENAME; nextfile }')
 
-.PHONY: help deps lint sanity unit sim-conformance integration molecule chaos gpu test demo lock clean
+.PHONY: help deps lint sanity unit sim-conformance integration rolling molecule chaos gpu test test-all demo lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -40,14 +40,17 @@ sanity: deps ## ansible-test sanity, current and 2.16
 	@echo "== ansible-test sanity"; $(VENV)/python tools/sanity.py
 
 unit: deps ## unit tests, current and 2.16
-	@echo "== unit tests, .venv"; $(VENV)/python -m pytest $(TWO) -r fER tests/unit
-	@echo "== unit tests of what Ansible loads, .venv-2.16"; $(FLOOR)/python -m pytest $(TWO) -r fER tests/unit/plugins tests/unit/roles tests/unit/test_collection.py tests/unit/lifecycle/test_four_runs.py
+	@echo "== unit tests, .venv"; $(VENV)/python -m pytest $(SIDE_BY_SIDE) -r fER tests/unit
+	@echo "== unit tests of what Ansible loads, .venv-2.16"; $(FLOOR)/python -m pytest $(SIDE_BY_SIDE) -r fER tests/unit/plugins tests/unit/roles tests/unit/test_collection.py tests/unit/lifecycle/test_four_runs.py
 
 sim-conformance: deps ## replay what real engines answered against the simulator
 	@echo "== sim-conformance"; $(VENV)/python tests/sim/conformance.py
 
 integration: deps ## tests against real parts
 	@echo "== integration tests"; $(IN_VENV) python -m pytest tests/integration
+
+rolling: deps ## a fleet is rolled on the lab while things fail, without what takes long
+	@echo "== rolling"; $(IN_VENV) PYTEST_ADDOPTS="-m 'not long'" $(MOLECULE) rolling
 
 molecule: deps ## the scenarios on the lab: a fleet is rolled, engines take turns
 	@echo "== molecule"; $(IN_VENV) $(MOLECULE) rolling
@@ -59,8 +62,11 @@ chaos: deps ## every fault at every step of a roll, on the lab; about an hour
 gpu: deps ## the whole life of engines on this machine's own GPU; says so where there is none
 	@echo "== gpu"; $(IN_VENV) $(MOLECULE) gpu
 
-test: lint sanity unit sim-conformance integration molecule ## all of the above
-	@echo "make test: lint, sanity, unit, sim-conformance, integration and molecule passed"
+test: lint sanity unit sim-conformance rolling ## what every change has to pass; half an hour
+	@echo "make test: lint, sanity, unit, sim-conformance and rolling passed"
+
+test-all: lint sanity unit sim-conformance integration molecule ## what a release has to pass; an hour and a half
+	@echo "make test-all: lint, sanity, unit, sim-conformance, integration and molecule passed"
 
 demo: deps ## roll a fleet of three engines under load, ours against naive
 	@$(IN_VENV) python tests/demo.py

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import typing as t
 from dataclasses import dataclass, field
 
 import pytest
@@ -138,7 +139,13 @@ def said(output: str, status: int | None) -> str:
     return f"nothing (exit {status})"
 
 
-@pytest.mark.parametrize(("name", "step"), CASES if os.environ.get("CHAOS") == "all" else BOUNDED)
+def cases() -> list[t.Any]:
+    """The first two of the bounded ones are part of make test, too."""
+    chosen = CASES if os.environ.get("CHAOS") == "all" else BOUNDED
+    return [pytest.param(*case, marks=() if case in BOUNDED[:2] else pytest.mark.long) for case in chosen]
+
+
+@pytest.mark.parametrize(("name", "step"), cases())
 def test_a_fault_in_a_roll(fleet, rows, tmp_path, name, step):
     fault = FAULTS[name]
     assert [fleet.ready(host) for host in fleet.engines] == [200] * 3, "all serve before"

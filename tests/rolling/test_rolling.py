@@ -55,6 +55,7 @@ def test_the_states_of_vllm_drain_four_times_each(fleet):
     assert fleet.ready("e1") == 200
 
 
+@pytest.mark.long
 def test_the_states_of_vllm_engine_four_times_each(fleet):
     judge_four(four_runs(fleet, "e1", "vllm_engine", engine="chat", state="stopped", timeout=90))
     assert fleet.active("e1") == "inactive"
@@ -124,6 +125,7 @@ def test_a_drain_that_may_abort_counts_what_it_cut(fleet):
     fleet.module("e1", "vllm_drain", engine="chat", state="serving")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("module", "options", "state"), [("vllm_drain", {}, "draining"), ("vllm_sleep", {"level": 0}, "asleep")]
 )
@@ -144,6 +146,7 @@ def test_requests_that_are_kept_stand_still_and_go_on_afterwards(fleet, module, 
     assert stream.whole(), stream
 
 
+@pytest.mark.long
 def test_reconcile_brings_back_what_nobody_holds_any_more(fleet):
     gone = {"owner": "gone", "reason": "its run was killed", "ttl": 1}
     fleet.module("e1", "vllm_drain", engine="chat", timeout=60, lease=gone)
@@ -291,6 +294,7 @@ def test_a_roll_stops_at_an_engine_that_never_gets_ready_and_goes_on_from_there(
     assert fleet.main_pid("e3") != before["e3"]
 
 
+@pytest.mark.long
 def test_a_roll_may_leave_as_many_behind_as_it_is_told(fleet):
     before = {host: fleet.main_pid(host) for host in fleet.engines}
     fleet.ssh("e1", "mv /etc/vllm/engines/chat.yaml /root/")
@@ -364,6 +368,7 @@ def test_the_report_of_a_roll_adds_up(fleet, tmp_path):
     assert min(row[key] for key in ("drain_s", "stop_s", "boot_s", "warm_s")) > 0
 
 
+@pytest.mark.long
 def test_the_oldest_supported_ansible_does_the_same(fleet, monkeypatch):
     monkeypatch.setattr(fleet, "bin", CHECKOUT / ".venv-2.16/bin")
     before = fleet.main_pid("e2")

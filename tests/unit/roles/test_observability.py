@@ -16,6 +16,7 @@ import yaml
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.exposition import FAMILIES, PREFIX
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.observe import STATES
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.plan import STOPPED_FOR_SLEEP
+from ansible_collections.baremetal.vllm.tests.unit.roles.role import Role
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -239,6 +240,26 @@ def test_the_dashboard_shows_each_state_in_its_own_colour(dashboard):
     assert len({one["color"] for one in mapping["options"].values()}) == len(STATES)
 
 
+def test_the_lane_of_an_engine_has_the_number_of_its_state(dashboard, tmp_path):
+    query = queries(dashboard)[0].replace("$instance", ".*")
+    series = {}
+    for name in STATES:
+        series.update(state((name, 2), engine=name))
+    samples = [
+        {"labels": f'{{{HOST},engine="{name}"}}', "value": int(re.search(rf'"{name}"}} == 1\) \* (\d+)', query)[1])}
+        for name in STATES
+    ]
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": one, "values": values} for one, values in series.items()],
+        "promql_expr_test": [{"expr": query, "eval_time": "1m", "exp_samples": samples}],
+    }
+    file = tmp_path / "lanes.yml"
+    file.write_text(json.dumps({"evaluation_interval": "1m", "tests": [test]}))
+    done = promtool("test", "rules", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_prometheus_takes_every_query_of_the_dashboard(dashboard, tmp_path):
     rules = [
         {
@@ -275,3 +296,35 @@ def test_the_page_names_every_metric_and_every_alert(alerts):
     page = (ROOT / "docs/observability.md").read_text()
     assert set(re.findall(r"`vllm_lifecycle_(\w+)", page)) == set(FAMILIES)
     assert set(re.findall(r"`(Vllm\w+)`", page)) == set(alerts)
+
+
+GOOD = {"vllm_observability_textfile_dir": "/var/lib/node_exporter/textfile-1.0", "vllm_observability_interval": 15}
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({}, None),
+        ({**GOOD, "vllm_observability_timeout": 14}, None),
+        ({"vllm_observability_textfile_dir": "relative"}, "no plain absolute path"),
+        ({"vllm_observability_textfile_dir": "/"}, "no plain absolute path"),
+        ({"vllm_observability_textfile_dir": ""}, "no plain absolute path"),
+        ({"vllm_observability_textfile_dir": "/srv/a b"}, "no plain absolute path"),
+        ({"vllm_observability_textfile_dir": "/srv/%n"}, "no plain absolute path"),
+        ({"vllm_observability_textfile_dir": "/srv/a\nExecStart=/bin/sh"}, "no plain absolute path"),
+        ({"vllm_observability_textfile_dir": "/srv/a\n"}, "no plain absolute path"),
+        ({"vllm_observability_textfile_dir": "/srv/../etc"}, "no plain absolute path"),
+        ({"vllm_observability_textfile_dir": "/srv/.."}, "no plain absolute path"),
+        ({"vllm_observability_timeout": 60}, "ends before the next one begins"),
+        ({"vllm_observability_interval": 45}, "ends before the next one begins"),
+        ({"vllm_observability_timeout": 4}, "use a timeout of 5 s or more"),
+        ({"vllm_observability_timeout": "soon"}, "use a timeout of 5 s or more"),
+    ],
+)
+def test_what_the_role_refuses_by_its_variables(variables, says):
+    role = Role("vllm_observability", variables, "gpu1")
+    names = ("Have a directory that a unit can name", "Look in time")
+    role.tasks = [task for task in role.tasks if task["name"] in names]
+    assert len(role.tasks) == len(names)
+    found = role.refusal()
+    assert (found is None) if says is None else (says in found)

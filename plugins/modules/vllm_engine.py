@@ -144,8 +144,8 @@ requests_cut:
   type: int
 started:
   description:
-    - The record of the start, with C(main_pid), C(boot_s) until it served, C(warm_s) for its warm-up and the passes by
-      which its speed is taken, and C(speed) with the C(tokens_per_s) of the warmed engine.
+    - The record of the start, with C(main_pid), when its process C(began), C(boot_s) until it served, C(warm_s) for its
+      warm-up and the passes by which its speed is taken, and C(speed) with the C(tokens_per_s) of the warmed engine.
   returned: when the unit was started
   type: dict
   sample: {"main_pid": 812, "boot_s": 58.2, "warm_s": 1.1}
@@ -168,7 +168,8 @@ proof:
 out_of_service:
   description:
     - What the released lease had held, since when (seconds since the epoch), for how many seconds, with the seconds of
-      every step under it, and the record of the last proved start.
+      every step under it (C(timings), and C(steps) with the end of each), what it holds on each GPU at the end
+      (C(gpu_mib)), and the record of the last proved start.
   returned: when a lease was released
   type: dict
 left:

@@ -134,7 +134,8 @@ proof:
 out_of_service:
   description:
     - What the released lease had held, since when (seconds since the epoch), for how many seconds, with the seconds of
-      every step under it, and the record of the last proved start.
+      every step under it (C(timings), and C(steps) with the end of each), what it holds on each GPU at the end
+      (C(gpu_mib)), and the record of the last proved start.
   returned: when a lease was released
   type: dict
 left:

@@ -255,6 +255,7 @@ def ready(config: EngineConfig, report: Report, main_pid: int) -> None:
         "ready.json",
         {
             "main_pid": main_pid,
+            "began": round(time.time() - (time.monotonic() - begun), 3),
             "boot_s": round(boot, 3),
             "warm_s": round(warm + again, 3),
             "speed": speed,

@@ -316,6 +316,8 @@ class Transition:
                 "owner": held.owner,
                 "run": held.run,
                 "timings": held.timings(),
+                "steps": held.steps,
+                "gpu_mib": self._gpu_mib(),
                 "started": lease.last_start(self.config.engine),
             }
         lease.release(self.config.engine)

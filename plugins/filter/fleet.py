@@ -8,6 +8,8 @@ from __future__ import annotations
 import datetime
 import typing as t
 
+from ansible_collections.baremetal.vllm.plugins.filter.report import held_mib, requests_cut, span, span_of_lease
+
 # Steps of a drain, whose time is the requests' and the router's, not ours.
 DRAIN_STEPS = ("withdraw", "await_router", "await_idle", "close", "await_closed", "pause")
 STATUS = "%-16s %-12s %-11s %-12s %-9s %-8s %8s %8s %8s %8s %-26s %-26s %s"
@@ -62,12 +64,13 @@ def _balancers(admission: t.Mapping[str, t.Any]) -> str:
 
 
 def vllm_roll_rows(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) -> list[dict[str, t.Any]]:
-    """One row for each engine that a roll has brought back: where the seconds out of rotation went."""
+    """One row for each engine that a roll has brought back: where the seconds out of rotation went, what was before."""
     rows = []
     for host in hosts:
         values = hostvars[host]
         served = values.get("__vllm_roll_serve") or {}
         restarted = values.get("__vllm_roll_restart") or {}
+        seen = (values.get("__vllm_roll_seen") or {}).get("engines") or {}
         for name, engine in (served.get("engines") or {}).items():
             out = engine.get("out_of_service")
             if not out:
@@ -80,6 +83,8 @@ def vllm_roll_rows(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) -> l
                 "warm_s": started.get("warm_s", 0.0),
             }
             row["overhead_s"] = out["seconds"] - sum(row.values())
+            before = seen.get(name) or {}
+            renewed = (restarted.get("engines") or {}).get(name) or {}
             rows.append(
                 {
                     "name": host,
@@ -87,9 +92,57 @@ def vllm_roll_rows(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) -> l
                     "out_of_rotation_s": round(out["seconds"], 3),
                     **{key: round(value, 3) for key, value in row.items()},
                     "changed": bool(restarted.get("changed")),
+                    "outcome": "restarted",
+                    **_before(before),
+                    "runs": started.get("runtime_version"),
+                    "weights_after": started.get("weights") or None,
+                    "gpu_mib_after": sum(out["gpu_mib"].values()) if out.get("gpu_mib") else None,
+                    "requests_cut": requests_cut(before.get("state") or "", [engine, renewed], out.get("steps") or ()),
+                    "proof": (engine.get("proof") or {}).get("by"),
+                    "spans": [span(out)],
                 }
             )
     return rows
+
+
+def _before(engine: t.Mapping[str, t.Any]) -> dict[str, t.Any]:
+    return {
+        "from": (engine.get("started") or {}).get("runtime_version"),
+        "weights_before": engine.get("weights_digest") or None,
+        "gpu_mib_before": held_mib(engine),
+    }
+
+
+def vllm_roll_others(
+    hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any], done: t.Collection[str] = ()
+) -> list[dict[str, t.Any]]:
+    """One row for each engine that a roll has not brought back: failed and why, waiting, or done before."""
+    rows = []
+    for host in hosts:
+        values = hostvars[host]
+        back = {name for name, one in _engines(values, "__vllm_roll_serve").items() if one.get("out_of_service")}
+        failed = values.get("__vllm_roll_failed")
+        left = _engines(values, "__vllm_evidence") if failed else {}
+        for name, engine in _engines(values, "__vllm_roll_seen").items():
+            if name in back:
+                continue
+            now = left.get(name) or {}
+            rows.append(
+                {
+                    "name": host,
+                    "engine": name,
+                    "outcome": "failed" if failed else "done" if host in done else "waiting",
+                    "reason": str(failed or ""),
+                    "state": now.get("state") if failed else engine["state"],
+                    **_before(engine),
+                    "spans": [span_of_lease(now["lease"], now.get("started"))] if now.get("lease") else [],
+                }
+            )
+    return rows
+
+
+def _engines(values: t.Mapping[str, t.Any], registered: str) -> t.Mapping[str, t.Any]:
+    return (values.get(registered) or {}).get("engines") or {}
 
 
 def _notes(engine: t.Mapping[str, t.Any]) -> list[str]:
@@ -118,13 +171,8 @@ def _requests(engine: t.Mapping[str, t.Any]) -> int | str:
 
 def _gpu_mib(engine: t.Mapping[str, t.Any]) -> int | str:
     """What its processes hold on all devices; "?" where NVML does not say, "-" without a GPU."""
-    if not engine["gpus"]:
-        return "-"
-    if not engine["unit"]:
-        return "?"
-    pids = {str(pid) for pid in engine["unit"]["pids"]}
-    held = [mib for gpu in engine["gpus"] for pid, mib in gpu["processes"].items() if str(pid) in pids]
-    return "?" if None in held else sum(held)
+    held = held_mib(engine)
+    return held if held is not None else "?" if engine["gpus"] else "-"
 
 
 def _since(engine: t.Mapping[str, t.Any]) -> str:
@@ -219,6 +267,7 @@ class FilterModule:
         return {
             "vllm_abandoned": vllm_abandoned,
             "vllm_evidence": vllm_evidence,
+            "vllm_roll_others": vllm_roll_others,
             "vllm_roll_rows": vllm_roll_rows,
             "vllm_status_rows": vllm_status_rows,
         }

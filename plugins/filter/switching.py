@@ -11,6 +11,7 @@ from __future__ import annotations
 import typing as t
 
 from ansible_collections.baremetal.vllm.plugins.filter.fleet import DRAIN_STEPS
+from ansible_collections.baremetal.vllm.plugins.filter.report import in_order
 
 AWAKE = ("serving", "withdrawn", "draining", "drained")
 # Nothing of such an engine is on a GPU.
@@ -349,10 +350,13 @@ def vllm_switch_rows(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) ->
             "start_s": spent.get("stop", 0.0) + spent.get("start", 0.0),
             "prove_s": spent.get("prove", 0.0),
         }
+        parts = [("drain", "drain"), ("sleep", "sleep"), ("wake", "wake"), ("start", "start"), ("prove", "prove")]
+        order = in_order(float(begun), [(phase, row[f"{key}_s"]) for phase, key in parts]) if begun and ended else []
         row["overhead_s"] = seconds - sum(row.values())
         rows.append(
             {
                 "name": host,
+                "spans": [{"since": float(begun), "seconds": round(seconds, 3), "phases": order}] if order else [],
                 "changed": any(one.get("changed") for engines in calls for one in engines.values()),
                 "slept": [name for one in plan["sleep"] for name in one["engines"]],
                 "woken": [*plan["wake"], *plan["start"]],

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import typing as t
 
+from ansible_collections.baremetal.vllm.plugins.filter.report import held_mib, requests_cut, span, span_of_lease
+
 OWNER = "rolling_upgrade"
 AWAKE = ("serving", "withdrawn", "draining", "drained")
 DOWN = ("stopped", "failed")
@@ -210,9 +212,33 @@ def vllm_upgrade_rows(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) -
                     "speed_after": _timed(values, name) or _speed(now),
                     "outcome": (outcome.get("outcome") or "waiting") if touched else "unchanged",
                     "reason": outcome.get("reason") or "" if touched else "",
+                    "weights_before": (seen.get(name) or {}).get("weights_digest") or None,
+                    "weights_after": (after.get(name) or {}).get("weights_digest") or None,
+                    "gpu_mib_before": held_mib(seen.get(name)),
+                    "gpu_mib_after": held_mib(after.get(name)),
+                    "proof": ((now or {}).get("proof") or {}).get("by"),
+                    **_out(values, name),
                 }
             )
     return rows
+
+
+def _out(values: t.Mapping[str, t.Any], name: str) -> dict[str, t.Any]:
+    """When an engine was out of rotation, and how many requests that has cut."""
+    results = [
+        (values.get(f"__vllm_upgrade_{key}") or {}).get("engines", {}).get(name) or {}
+        for key in ("start", "serve", "served_again")
+    ]
+    outs = [one["out_of_service"] for one in results if one.get("out_of_service")]
+    found = {"spans": [span(out) for out in outs]}
+    steps = [step for out in outs for step in out.get("steps") or ()]
+    now = ((values.get("__vllm_upgrade_after") or {}).get("engines") or {}).get(name) or {}
+    if now.get("lease") and _ours(now):
+        found["spans"].append(span_of_lease(now["lease"], now["started"]))
+        steps += now["lease"]["steps"]
+    before = values["__vllm_upgrade_seen"]["engines"].get(name) or {}
+    cut = requests_cut(before.get("state") or "", results, steps) if found["spans"] else None
+    return {**found, "requests_cut": cut}
 
 
 def vllm_upgrade_lines(rows: t.Iterable[t.Mapping[str, t.Any]]) -> list[str]:

@@ -395,6 +395,10 @@ def test_rows_say_where_the_seconds_went():
     rows = switching.vllm_switch_rows(["e1", "e2", "e3"], {"e1": done, "e2": nothing, "e3": {}})
     assert [row["name"] for row in rows] == ["e1", "e2"], "nothing is known of the third"
     first, second = rows
+    (span,) = first.pop("spans")
+    assert (span["since"], span["seconds"]) == (1000.0, 6.5)
+    phases = [(one["phase"], one["at"], one["seconds"]) for one in span["phases"]]
+    assert phases == [("drain", 1000.0, 3.7), ("sleep", 1003.7, 0.4), ("wake", 1004.1, 0.5), ("prove", 1004.6, 0.2)]
     assert {key: value for key, value in first.items() if not key.endswith("_s")} == {
         "name": "e1",
         "changed": True,

@@ -16,7 +16,7 @@ from pathlib import Path
 from ansible.parsing.dataloader import DataLoader
 from ansible.template import Templar
 
-from ansible_collections.baremetal.vllm.plugins.filter import capacity, fleet, schedule, switching, upgrade
+from ansible_collections.baremetal.vllm.plugins.filter import capacity, fleet, report, schedule, switching, upgrade
 
 try:
     from ansible.template import trust_as_template
@@ -69,6 +69,7 @@ class Play:
         self.kill_after = kill_after
         self.here: list[Path] = []
         self.report: dict[str, t.Any] = {}
+        self.page = ""
         self.facts: dict[str, t.Any] = dict(variables)
         self.facts.update(
             inventory_hostname=host,
@@ -163,7 +164,10 @@ class Play:
         if action in ROLES:
             return self._role(arguments["name"].rpartition(".")[2], arguments.get("tasks_from", "main"))
         if action == "ansible.builtin.copy":  # of the report, to the controller
-            self.report = json.loads(arguments["content"])
+            if arguments["dest"].endswith(".html"):
+                self.page = arguments["content"]
+            else:
+                self.report = json.loads(arguments["content"])
             return {"changed": True}
         if action == "ansible.builtin.fail":
             return {"failed": True, "msg": arguments["msg"]}
@@ -193,7 +197,7 @@ class Play:
         templar = Templar(self.loader, variables={**self.facts, **own})
         # Ansible's own way to them is through its loader of collections, which a test's imports have forestalled.
         filters = getattr(templar, "_engine", templar).environment.filters
-        for plugins in (capacity, fleet, schedule, switching, upgrade):
+        for plugins in (capacity, fleet, report, schedule, switching, upgrade):
             for name, function in plugins.FilterModule().filters().items():
                 filters[f"baremetal.vllm.{name}"] = function
         return templar

@@ -314,6 +314,9 @@ def test_the_report_says_where_the_seconds_went(pair):
     assert abs(sum(parts) - row["seconds"]) < 0.01
     assert min(row["drain_s"], row["sleep_s"], row["wake_s"], row["prove_s"]) > 0
     assert row["start_s"] == 0
+    (span,) = row["spans"]
+    assert [one["phase"] for one in span["phases"]] == ["drain", "sleep", "wake", "prove"]
+    assert "code asleep, chat awake" in play.page
     assert pair.host.engines["code"].lease()["run"] == "late shift"
 
 

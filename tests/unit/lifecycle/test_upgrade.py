@@ -154,6 +154,10 @@ def test_to_another_version_and_other_settings_and_again_without_effect(site):
     assert row["seconds"] > 0
     assert row["speed_before"] > 0
     assert row["speed_after"] > 0
+    (span,) = row["spans"]
+    assert abs(sum(one["seconds"] for one in span["phases"]) - span["seconds"]) < row["seconds"]
+    assert [one["phase"] for one in span["phases"]][:3] == ["withdraw", "drain", "stop"]
+    assert "0.33.0 → 0.33.1" in play.page
     proof = site.host.info()["started"]["proof"]
     assert (proof["by"], proof["runtime"]) == ("golden", "0.33.0"), "the old one's answers prove the new one"
     # Nothing is left to do, and nothing is done.

@@ -127,6 +127,7 @@ def vllm_roll_others(
             if name in back:
                 continue
             now = left.get(name) or {}
+            lease = now.get("lease") or {}
             rows.append(
                 {
                     "name": host,
@@ -135,7 +136,9 @@ def vllm_roll_others(
                     "reason": str(failed or ""),
                     "state": now.get("state") if failed else engine["state"],
                     **_before(engine),
-                    "spans": [span_of_lease(now["lease"], now.get("started"))] if now.get("lease") else [],
+                    "gpu_mib_after": held_mib(now),
+                    "requests_cut": requests_cut(engine["state"], [], lease.get("steps") or ()) if failed else None,
+                    "spans": [span_of_lease(lease, now.get("started"))] if lease else [],
                 }
             )
     return rows

@@ -432,8 +432,9 @@ def _figures(page: Page) -> Markup:
     figures: list[tuple[str, t.Any]] = [
         (WORDS[outcome].partition(" ")[2], page.count(outcome)) for outcome in WORDS if page.count(outcome)
     ]
-    known = [row["requests_cut"] for row in page.rows if row.get("requests_cut") is not None]
-    unknown = sum(1 for row in page.rows if "requests_cut" in row and row["requests_cut"] is None)
+    touched = [row for row in page.rows if row["outcome"] not in UNTOUCHED and "requests_cut" in row]
+    known = [row["requests_cut"] for row in touched if row["requests_cut"] is not None]
+    unknown = len(touched) - len(known)
     if known or unknown:
         parts = [str(sum(known))] * bool(known) + [f"not known of {unknown} engine(s)"] * bool(unknown)
         figures.append(("requests cut", "; ".join(parts)))

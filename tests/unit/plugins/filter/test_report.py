@@ -139,7 +139,9 @@ def roll_hosts(name="e1"):
         "e2": {
             **seen,
             "__vllm_roll_failed": f"e2: it failed {HOSTILE}\nthe rest of it",
-            "__vllm_evidence": {"engines": {"chat": engine(state="failed", lease=lease, started=STARTED)}},
+            "__vllm_evidence": {
+                "engines": {"chat": engine(state="failed", lease=lease, started=STARTED, unit={"pids": []})}
+            },
         },
         "e3": {**seen},
         "e4": {**seen},
@@ -203,7 +205,9 @@ def test_rows_of_a_roll():
         ("e3", "waiting", "serving", 0),
         ("e4", "done", "serving", 0),
     ]
-    (span,) = given["others"][0]["spans"]
+    failed = given["others"][0]
+    assert (failed["requests_cut"], failed["gpu_mib_before"], failed["gpu_mib_after"]) == (0, 71900, 0)
+    (span,) = failed["spans"]
     assert span["seconds"] is None
     assert brief(span["phases"]) == [("withdraw", 70, 3), ("drain", 73, 1), ("stop", 75, 5)]
 

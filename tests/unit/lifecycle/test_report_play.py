@@ -12,7 +12,8 @@ import time
 
 import pytest
 
-from ansible_collections.baremetal.vllm.tests.unit.lifecycle.world import AWAKE_MIB, run_playbook
+from ansible_collections.baremetal.vllm.tests.unit.lifecycle.fleets import Fleet, changes
+from ansible_collections.baremetal.vllm.tests.unit.lifecycle.world import AWAKE_MIB
 
 
 class Reader(html.parser.HTMLParser):
@@ -70,47 +71,27 @@ class Watch(threading.Thread):
                 self.out.append(time.time())
 
 
-class Fleet:
-    """Hosts of one inventory, whose modules run in the environment of their simulated host."""
+class Rolled(Fleet):
+    """Hosts with an engine each, and where the report of their roll lies."""
 
-    def __init__(self, hosts: dict) -> None:
-        self.hosts = hosts
-        self.folder = next(iter(hosts.values())).root / "inventory"
-        self.folder.mkdir()
-        self.declared = {
-            name: {
-                "vllm_host_control_python": host.python(),
-                "vllm_gate_address": "127.0.0.1",
-                "vllm_engine_instances": [{"name": "chat", "model": "/m/tiny", "port": host.gate.ports["chat"]}],
-            }
-            for name, host in hosts.items()
-        }
+    def __init__(self, world, *names: str) -> None:
+        super().__init__(world, {name: {"chat": "chat"} for name in names}, gpus=1, doors=("ready",))
         self.json, self.html = self.folder / "roll.json", self.folder / "roll.html"
 
     def roll(self, *arguments: str, rc: int = 0, **variables) -> str:
-        given = {"vllm_report_path": str(self.json), **variables}
-        return run_playbook("rolling_restart.yml", self.declared, self.folder, *arguments, rc=rc, **given)
+        return self.play("rolling_restart.yml", *arguments, rc=rc, vllm_report_path=str(self.json), **variables)
 
     def page(self) -> Reader:
         return Reader(self.html.read_text())
 
 
 def seconds(text: str) -> float:
-    return float(re.fullmatch(r"([\d.]+)\xa0s", text)[1])
+    minutes, rest = re.fullmatch(r"(?:(\d+)\xa0min\xa0)?([\d.]+)\xa0s", text).groups()
+    return 60 * int(minutes or 0) + float(rest)
 
 
-@pytest.fixture
-def fleet(world, request):
-    names = ["h1", "h2"][: request.param]
-    return Fleet({name: world(gate=True, gpus=1, doors=("ready",)) for name in names})
-
-
-def changes(output: str) -> dict[str, int]:
-    return {host: int(count) for host, count in re.findall(r"(?m)^(\w+) +: ok=.*changed=(\d+)", output)}
-
-
-@pytest.mark.parametrize("fleet", [1], indirect=True)
-def test_the_page_says_what_was_seen(fleet):
+def test_the_page_says_what_was_seen(world):
+    fleet = Rolled(world, "h1")
     fleet.roll("--check")
     assert not fleet.json.exists()
     assert not fleet.html.exists()
@@ -129,10 +110,10 @@ def test_the_page_says_what_was_seen(fleet):
     hours, minutes, secs = re.match(r"(\d\d):(\d\d):(\d\d) UTC", lane["parts"][0]).groups()
     clock = int(hours) * 3600 + int(minutes) * 60 + int(secs)
     assert abs(clock - watch.out[0] % 86400) < 2.5
-    phases = re.findall(r"([a-z-]+) ([\d.]+)\xa0s", lane["parts"][0])
+    phases = re.findall(r"([a-z-]+) ((?:\d+\xa0min\xa0)?[\d.]+\xa0s)", lane["parts"][0])
     assert [name for name, _seconds in phases if name != "between"][:3] == ["withdrawn", "drain", "stop"]
     assert {"boot", "warm-up", "admitted"} <= {name for name, _seconds in phases}
-    assert sum(float(took) for _name, took in phases) == pytest.approx(shown, abs=1.0)
+    assert sum(seconds(took) for _name, took in phases) == pytest.approx(shown, abs=1.0)
     (row,) = [row for row in page.rows if row]
     assert row == {
         "host": "h1",
@@ -154,9 +135,9 @@ def test_the_page_says_what_was_seen(fleet):
     assert page.text("names") == "h1 chat"
 
 
-@pytest.mark.parametrize("fleet", [2], indirect=True)
-def test_the_page_of_a_roll_that_stopped(fleet):
+def test_the_page_of_a_roll_that_stopped(world):
     """The first host does not start again; the second is not touched."""
+    fleet = Rolled(world, "h1", "h2")
     fleet.hosts["h1"].chat.set_fault("start_crash", 0)
     fleet.roll(rc=2)
     page = fleet.page()

@@ -52,9 +52,10 @@ integration: deps ## tests against real parts
 rolling: deps ## a fleet is rolled on the lab while things fail, without what takes long
 	@echo "== rolling"; $(IN_VENV) PYTEST_ADDOPTS="-m 'not long'" $(MOLECULE) rolling
 
-molecule: deps ## the scenarios on the lab: a fleet is rolled, engines take turns, a fleet is upgraded
+molecule: deps ## the scenarios on the lab: a fleet is rolled, engines take turns, hosts serve one replica, a fleet is upgraded
 	@echo "== molecule"; $(IN_VENV) $(MOLECULE) rolling
 	@$(IN_VENV) $(MOLECULE) switching
+	@$(IN_VENV) $(MOLECULE) groups
 	@$(IN_VENV) $(MOLECULE) upgrading
 
 chaos: deps ## every fault at every step of a roll, on the lab; about an hour

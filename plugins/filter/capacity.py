@@ -34,7 +34,8 @@ def vllm_staying(
 ) -> list[dict[str, t.Any]]:
     """The pools that lose engines to the batch, for module vllm_capacity.
 
-    A pool is the engines of one model, and of one pool of the routers or of one proxy where such are declared.
+    A pool is the engines of one model, and of one pool of the routers or of one proxy where such are declared. A group
+    that serves one replica across hosts counts as one, by its head.
 
     :param hosts: those whose engines count.
     :param batch: hosts that name in ``__vllm_going`` the engines that go. What vllm_models has seen of a host is in
@@ -48,9 +49,9 @@ def vllm_staying(
     members: dict[tuple[str, str], list[str]] = {}
     fronts = _fronts(routers, hostvars)
     for host, values in known.items():
-        leaving = (values.get("__vllm_going") or ()) if host in changing else ()
+        leaving = set(values.get("__vllm_going") or ()) - _headless(values) if host in changing else set()
         seen = values.get("__vllm_models") or {}
-        for name in sorted(set(leaving) - {engine["name"] for engine in _instances(values)}):
+        for name in sorted(leaving - {engine["name"] for engine in _instances(values)}):
             # Not in the inventory, so nobody can say where to ask about it.
             going.add(f"{host}/{name}")
             gates[f"{host}/{name}"] = "uncounted:undeclared"
@@ -110,8 +111,13 @@ def _wanted(min_serving: t.Any, default: t.Any, model: str, pool: str) -> t.Any:
     return default if min_serving is None else min_serving
 
 
-def _instances(values: Values) -> t.Sequence[Values]:
-    return values.get("vllm_engine_instances") or []
+def _instances(values: Values) -> list[Values]:
+    """The engines of a host that requests can come to."""
+    return [engine for engine in values.get("vllm_engine_instances") or [] if not engine.get("headless")]
+
+
+def _headless(values: Values) -> set[str]:
+    return {engine["name"] for engine in values.get("vllm_engine_instances") or [] if engine.get("headless")}
 
 
 def _model(instance: Values) -> str:

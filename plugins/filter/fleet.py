@@ -12,6 +12,8 @@ from ansible_collections.baremetal.vllm.plugins.filter.report import held_mib, r
 
 # Steps of a drain, whose time is the requests' and the router's, not ours.
 DRAIN_STEPS = ("withdraw", "await_router", "await_idle", "close", "await_closed", "pause")
+# The states of an engine whose process does what it should, be it in service or not.
+RUNNING = ("serving", "withdrawn", "draining", "drained", "headless")
 STATUS = "%-16s %-12s %-11s %-12s %-9s %-8s %8s %8s %8s %8s %-26s %-26s %s"
 HEAD = (
     *("HOST", "ENGINE", "STATE", "SINCE (UTC)", "VERSION", "WEIGHTS", "GPU_MIB", "HOST_MIB", "REQUESTS", "SESSIONS"),
@@ -30,6 +32,8 @@ def vllm_gates(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) -> dict[
         values = hostvars[host]
         address = gate_addresses(host, values)[0]
         for engine in values.get("vllm_engine_instances") or []:
+            if engine.get("headless"):
+                continue  # requests come to the head of its group
             admission = admission_of(values, engine)
             if admission["backend"] == "gate" and engine.get("port") and values.get("vllm_engine_gate", True):
                 where = f"http://{f'[{address}]' if ':' in address else address}:{engine['port']}"
@@ -64,7 +68,10 @@ def _balancers(admission: t.Mapping[str, t.Any]) -> str:
 
 
 def vllm_roll_rows(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) -> list[dict[str, t.Any]]:
-    """One row for each engine that a roll has brought back: where the seconds out of rotation went, what was before."""
+    """One row for each engine that a roll has brought back: where the seconds out of rotation went, what was before.
+
+    A group has the row of its head, which names the headless engines that were changed with it.
+    """
     rows = []
     for host in hosts:
         values = hostvars[host]
@@ -100,6 +107,7 @@ def vllm_roll_rows(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) -> l
                     "requests_cut": requests_cut(before.get("state") or "", [engine, renewed], out.get("steps") or ()),
                     "proof": (engine.get("proof") or {}).get("by"),
                     "spans": [span(out)],
+                    **_headless(host, name, hostvars),
                 }
             )
     return rows
@@ -148,9 +156,25 @@ def _engines(values: t.Mapping[str, t.Any], registered: str) -> t.Mapping[str, t
     return (values.get(registered) or {}).get("engines") or {}
 
 
+def _headless(host: str, name: str, hostvars: t.Mapping[str, t.Any]) -> dict[str, list[str]]:
+    """The engines that were changed with the head of a group; nothing for an engine of none."""
+
+    def group(where: str, engine: str) -> t.Any:
+        return (((hostvars[where].get("__vllm_roll_seen") or {}).get("engines") or {}).get(engine) or {}).get("group")
+
+    own = group(host, name)
+    if not own:
+        return {}
+    unit = hostvars[host]["__vllm_roll_units"]["units"][host]
+    parts = [(part["host"], engine) for part in unit["followers"] for engine in part["engines"]]
+    return {"headless": [f"{where}/{engine}" for where, engine in parts if group(where, engine) == own]}
+
+
 def _notes(engine: t.Mapping[str, t.Any]) -> list[str]:
     """Why an engine is in its state, and what is due for it."""
     notes = list(engine["reasons"])
+    if engine.get("group"):
+        notes.append(f"of group {engine['group']}")
     if engine["stale"]:
         notes.append("its configuration on disk is newer than its process: restart due")
     if engine.get("leak"):
@@ -167,6 +191,8 @@ def _notes(engine: t.Mapping[str, t.Any]) -> list[str]:
 
 def _requests(engine: t.Mapping[str, t.Any]) -> int | str:
     """Running and waiting, of all ranks; "?" where an engine that runs does not say."""
+    if engine.get("headless"):
+        return "-"
     metrics = (engine["api"] or {}).get("metrics") or {}
     counts = [metrics.get("running"), metrics.get("waiting")]
     return "?" if None in counts else sum(sum(count.values()) for count in counts if count)
@@ -249,17 +275,21 @@ def vllm_evidence(seen: t.Mapping[str, t.Any]) -> str:
 
 
 def vllm_abandoned(engines: t.Mapping[str, t.Any]) -> list[dict[str, t.Any]]:
-    """The engines of vllm_info that are out of service, and that no valid lease holds there."""
+    """The engines of vllm_info that are out of service, and that no valid lease holds there.
+
+    ``alone`` tells whether one can be brought back by itself: of a group that does not run, no host can.
+    """
     return [
         {
             "engine": name,
             "state": engine["state"],
             "reasons": engine["reasons"],
             "lease": f"{lease['owner']}: {lease['reason']} (expired)" if lease else "none",
+            "alone": not engine.get("group") or engine["state"] in RUNNING,
         }
         for name, engine in sorted(engines.items())
         for lease in [engine["lease"]]
-        if (lease["expired"] if lease else engine["state"] != "serving")
+        if (lease["expired"] if lease else engine["state"] not in ("serving", "headless"))
     ]
 
 

@@ -136,6 +136,12 @@ def _part(
     for name, level in wanted.items():
         seen = engines[name]
         state = seen["state"]
+        if seen.get("group") and (level or state not in AWAKE):
+            part["refused"].append(
+                f"'{name}' is of group '{seen['group']}', which neither sleeps nor wakes: use "
+                "playbooks/rolling_restart.yml, or leave it out of the engines that take turns"
+            )
+            continue
         if state == "unknown":
             why = "; ".join(seen["reasons"])
             part["refused"].append(f"'{name}' is unknown ({why}): restart it with vllm_engine, or stop it")

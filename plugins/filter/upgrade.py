@@ -33,6 +33,14 @@ def _ours(engine: t.Mapping[str, t.Any]) -> bool:
 def _sort(name: str, engine: t.Mapping[str, t.Any], want: t.Mapping[str, t.Any]) -> tuple[str, str]:
     """(part, why): change, finish, write or leave; or refuse, and then why."""
     state, ours = engine["state"], _ours(engine)
+    if engine.get("group"):
+        right = engine["stale"] is False or (state in DOWN and not want["start"])
+        if right and engine["config_digest"] == want["config_digest"]:
+            return "leave", ""
+        return "refuse", (
+            f"engine '{name}' is of group '{engine['group']}', whose hosts this playbook cannot change as one; run "
+            "playbooks/site.yml with the new settings and then playbooks/rolling_restart.yml"
+        )
     there = _runs_with(engine) == want["config_digest"]
     if state in ("asleep", "waking"):
         if there and not ours:

@@ -15,6 +15,8 @@ description:
     the engine's gauges, not by a status code.
   - With O(state=serving) a drained engine is resumed, proved by its golden (M(baremetal.vllm.vllm_golden)) or, without
     one, by a completion, and admitted again. A stopped or sleeping engine is not started or woken.
+  - A headless engine of a group has no requests of its own, so O(state=drained) leaves it alone. O(state=serving)
+    releases the lease under which it was started, once whoever asks for that has proved its head.
   - A drained engine stays drained, over restarts of the engine, the gate and the host, until O(state=serving).
 author:
   - baremetal.vllm contributors (@baremetal-vllm)

@@ -15,6 +15,8 @@ description:
     (M(baremetal.vllm.vllm_golden)) and else by a completion.
   - An engine that this module itself took out of rotation is admitted again after the start. One that was drained on
     purpose, with M(baremetal.vllm.vllm_drain), stays drained.
+  - The start of a headless engine of a group ends when its process runs. Its lease stays until its head is proved, and
+    M(baremetal.vllm.vllm_drain) releases it.
 author:
   - baremetal.vllm contributors (@baremetal-vllm)
 extends_documentation_fragment:

@@ -50,12 +50,16 @@ EXAMPLES = r"""
 RETURN = r"""
 engines:
   description:
-    - What was seen, by engine name. C(state) is one of V(stopped), V(starting), V(serving), V(withdrawn), V(draining),
-      V(drained), V(asleep), V(waking), V(failed) and V(unknown); C(reasons) say why; C(unseen) names signals that could
-      not be read; C(unit), C(api), C(gate), C(gpus), C(memory), C(lease), C(started) and C(last) hold the signals
-      themselves; C(gate) is the word of what stands before the engine, whichever C(admission_backend) it has, and its
-      C(forgot) tells that requests come although it was told to keep them away, C(differs) in words; C(stale) tells
-      whether the running process has another configuration than is on disk.
+    - What was seen, by engine name. C(state) is one of V(stopped), V(starting), V(serving), V(withdrawn),
+      V(draining), V(drained), V(headless), V(asleep), V(waking), V(failed) and V(unknown); C(reasons) say why;
+      C(unseen) names signals that could not be read; C(unit), C(api), C(gate), C(gpus), C(memory), C(lease),
+      C(started) and C(last) hold the signals themselves; C(gate) is the word of what stands before the engine,
+      whichever C(admission_backend) it has, and its C(forgot) tells that requests come although it was told to keep
+      them away, C(differs) in words; C(stale) tells whether the running process has another configuration than is on
+      disk.
+    - C(group) names the replica across hosts that it is a part of, and C(headless) tells whether its API server is
+      another host's engine. V(headless) as C(state) is such an engine whose process runs; what it does, its head
+      proves.
     - C(preload) is null for an engine without a preload daemon. Else C(daemon) names it and C(state) is its state, or
       V(lost) where the engine serves from what a daemon that has ended left behind. C(weights_source) is
       V(preload_zero_copy), V(preload_copy), V(disk), or null where log and memory do not prove it. C(next_start) is

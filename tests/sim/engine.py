@@ -35,12 +35,13 @@ def log(text: str, source: str, level: str = "INFO", process: str = "EngineCore"
     print(f"({process} pid={pid or os.getpid()}) {level} {now} [{source}] {text}", flush=True)
 
 
-def fork_core(name: str, sock: socket.socket) -> int:
+def fork_core(name: str, sock: socket.socket | None) -> int:
     """The child that owns the GPU memory: it does nothing but live, and outlives a SIGKILL of its parent."""
     pid = os.fork()
     if pid:
         return pid
-    sock.close()  # or connections to a dead engine would hang instead of being refused
+    if sock:
+        sock.close()  # or connections to a dead engine would hang instead of being refused
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     Path("/proc/self/comm").write_text(name)
     while True:
@@ -63,15 +64,13 @@ class Engine:
 
     # start
 
-    def child(self, sock: socket.socket) -> int:
+    def child(self, sock: socket.socket | None) -> int:
         return fork_core("VLLM::EngineCor", sock)
 
     def start(self) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX)
         sock.bind(str(self.opts.uds))  # a left-over file is an error here as there; bound and not listening: refused
-        self.pids = [self.child(sock) for _unused in range(self.opts.data_parallel_size)]
-        self.start_faults()
-        time.sleep(self.opts.start_delay)
+        self.begin(sock)
         for index, pid in enumerate(self.pids):
             self.cores.append(self.load(index, pid))
         if (megabytes := self.faults.number("shm_left", 16)) is not None:
@@ -80,6 +79,11 @@ class Engine:
             self.scratch.write_bytes(b"\0" * int(megabytes * 1024))
         time.sleep(self.faults.number("start_refuse", 3600) or 0)
         return sock
+
+    def begin(self, sock: socket.socket | None) -> None:
+        self.pids = [self.child(sock) for _unused in range(self.opts.data_parallel_size)]
+        self.start_faults()
+        time.sleep(self.opts.start_delay)
 
     def start_faults(self) -> None:
         if self.faults.get("start_hang") is not None:
@@ -181,6 +185,15 @@ class Engine:
         self.kill_cores()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
+
+    def work(self) -> t.NoReturn:
+        """Without an API server: what a head would have it do is not simulated."""
+        signal.signal(signal.SIGTERM, lambda *_: self.exit(0))
+        log("Launching 1 data parallel engine(s) in headless mode", "serve.py:230", process="MainProcess")
+        for index, pid in enumerate(self.pids):
+            self.cores.append(self.load(index, pid))
+        while True:
+            signal.pause()
 
     # serve
 
@@ -314,6 +327,9 @@ def main() -> None:
     engine = Engine(options.parse(sys.argv[1:], "engine"))
     signal.signal(signal.SIGTERM, engine.stop_in_start)
     try:
+        if engine.opts.headless:
+            engine.begin(None)
+            engine.work()
         sock = engine.start()
     except Exception:  # noqa: BLE001  any error in the start ends the real one alike: traceback, exit 1
         traceback.print_exc()

@@ -28,6 +28,7 @@ def add_vllm_options(parser: argparse.ArgumentParser) -> None:
 def add_serve_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--uds", type=Path, required=True)
+    add("--headless", action="store_true", help="no API server: it lives, and works for a head elsewhere")
     add("--api-key", default=os.environ.get("VLLM_API_KEY", ""))
     add("--shutdown-timeout", type=float, default=0)
     add("--data-parallel-size", type=int, default=1)

@@ -142,6 +142,9 @@ class EngineConfig:
     admission: AdmissionConfig | None = None
     # Whether only a golden proves it; else an engine of whose weights none is on record is proved by a completion.
     golden_required: bool = False
+    # The replica across hosts that it is a part of, "" for none; and whether another host's engine is its API server.
+    group: str = ""
+    headless: bool = False
 
     @property
     def admission_backend(self) -> str:

@@ -225,6 +225,9 @@ def ready(config: EngineConfig, report: Report, main_pid: int) -> None:
     deadline = Deadline(config.start_timeout)
     identity = process_start(main_pid)
     invocation = os.environ.get("INVOCATION_ID", "")
+    if config.headless:
+        _headless(config, main_pid, identity, invocation, report)
+        return
     begun = Unit(config.unit).show().started_at or time.monotonic()
     engine = Engine(config)
     try:
@@ -279,6 +282,22 @@ def ready(config: EngineConfig, report: Report, main_pid: int) -> None:
         f"{config.engine}: ready after {boot:.1f} s, warmed in {warm:.1f} s, proved by {proof.says}, "
         f"{speed['tokens_per_s']:g} tokens/s"
     )
+
+
+def _headless(config: EngineConfig, main_pid: int, identity: int | None, invocation: str, report: Report) -> None:
+    """An engine without an API server: its process lives, and waits for its head, which proves itself and this one."""
+    _alive(config, main_pid, identity)
+    started = {
+        "main_pid": main_pid,
+        "config_digest": (lease.last_preflight(config.engine) or {}).get("config_digest"),
+        "pids": Unit(config.unit).show().pids,
+        "runtime_version": config.runtime_version,
+        "invocation": invocation,
+        "weights": _digest_loaded(config, invocation),
+    }
+    lease.record(config.engine, "ready.json", started)
+    claim.end(config)
+    report(f"{config.engine}: its process runs, and waits for the head of group {config.group}, which proves it")
 
 
 def _speed(
@@ -369,6 +388,12 @@ def drain(config: EngineConfig, report: Report, main_pid: int) -> None:
     if main_pid and process_start(main_pid) is None:
         _unprove(config, report)
         report(f"{config.engine}: its main process has ended already; nothing to drain")
+        return
+    if config.headless:
+        # When it was recorded as started, it had not begun those that hold the GPUs' memory.
+        started = lease.last_start(config.engine) or {}
+        lease.record(config.engine, "ready.json", {**started, "pids": Unit(config.unit).show().pids})
+        report(f"{config.engine}: the head of group {config.group} drains, and has to be drained before this one stops")
         return
     wish = Wish("drained", LeaseRequest(owner="systemd"), config.drain_timeout)
     job = _DoorDrain(config, wish, Deadline(config.drain_timeout), report)

@@ -31,6 +31,7 @@ STATES = (
     "withdrawn",
     "draining",
     "drained",
+    "headless",
     "asleep",
     "waking",
     "failed",
@@ -99,6 +100,9 @@ class Observation:
     golden: dict[str, t.Any] | None = None
     # Whose word ``gate`` is: gate, haproxy or command; with none there is nobody to ask.
     admission_backend: str = "gate"
+    # The replica across hosts that it is a part of, "" for none; and whether another host's engine is its API server.
+    group: str = ""
+    headless: bool = False
 
     @property
     def in_flight(self) -> int | None:
@@ -164,7 +168,7 @@ def observe(config: EngineConfig, before: Observation | None = None) -> Observat
     looker = _Looker()
     unit = looker.look("unit", Unit(config.unit).show)
     api = None
-    if unit is not None and unit.active_state == "active":
+    if unit is not None and unit.active_state == "active" and not config.headless:
         same = before is not None and before.unit is not None and before.unit.main_pid == unit.main_pid
         api = _observe_api(config, looker, before.api.capabilities if same and before and before.api else None)
     has_gate = config.admission_backend != "none"
@@ -193,6 +197,7 @@ def observe(config: EngineConfig, before: Observation | None = None) -> Observat
         has_gate=has_gate,
         unseen=looker.unseen,
         lent=lent,
+        headless=config.headless,
     )
     served = api.served if api else None
     lora = looker.look("adapters", lambda: adapters.observe_adapters(config, unit, served))
@@ -231,6 +236,8 @@ def observe(config: EngineConfig, before: Observation | None = None) -> Observat
         leak=footprint.leak(cycles, config.leak_budget_gpu_mib, config.leak_budget_host_mib) if cycles else "",
         golden=looker.look("golden", lambda: _compared(config, unit)),
         admission_backend=config.admission_backend,
+        group=config.group,
+        headless=config.headless,
     )
 
 
@@ -312,8 +319,12 @@ def derive(
     has_gate: bool,
     unseen: t.Mapping[str, str],
     lent: bool = False,
+    headless: bool = False,
 ) -> tuple[str, int | None, list[str]]:
     """(state, sleep level, reasons) from the signals. Pure; missing or contradicting signals are ``unknown``.
+
+    Of a ``headless`` engine there is the unit alone: it has no API server, and its process may live while it does
+    nothing for its head. So it is never ``serving``.
 
     A balancer that does something else than it was told is always among the reasons.
 
@@ -321,6 +332,8 @@ def derive(
     and after a plain wake from level 2 it says awake while its weights are gone; unless they are ``lent`` by a preload
     daemon, and never slept.
     """
+    if headless and unit is not None and unit.active_state == "active":
+        return "headless", None, []
     state, level, reasons = _derive(unit, api, gate, sleep, has_gate=has_gate, unseen=unseen, lent=lent)
     return state, level, [*reasons, gate.differs] if gate is not None and gate.differs else reasons
 

@@ -47,6 +47,8 @@ ADAPTERS = Step("adapters", "bring its adapters back and prove them", mutates=Fa
 
 WANTED = ("drained", "serving", "started", "stopped", "restarted", "asleep", "awake", "reloaded", "rolled_back")
 AWAKE = ("serving", "withdrawn", "draining", "drained")
+# What is proved on one host says nothing of the others of a group.
+NOT_OF_GROUPS = {"asleep": "put to sleep", "reloaded": "reloaded", "rolled_back": "taken back"}
 # The purpose of a lease whose engine should sleep, and had to be stopped to free its memory.
 STOPPED_FOR_SLEEP = "stopped for sleep"
 
@@ -85,7 +87,16 @@ def plan(wanted: str, now: Observation, options: Options) -> list[Step]:
     """
     if _is_stopping(now) and wanted not in ("stopped", "restarted", "rolled_back"):
         _refuse(now, wanted, "wait until it has stopped and run this again, or use vllm_engine state=restarted")
-    if wanted == "serving":
+    if now.group and wanted in NOT_OF_GROUPS:
+        raise Refused(
+            f"engine '{now.engine}' on {now.host} is {now.state} and of group '{now.group}', which serves one replica "
+            f"across hosts: it cannot be {NOT_OF_GROUPS[wanted]} by itself",
+            next_step="change its inventory, run playbooks/site.yml and renew the group with "
+            "playbooks/rolling_restart.yml; or stop all engines of the group",
+        )
+    if now.headless:
+        steps = _headless(wanted, now, options)
+    elif wanted == "serving":
         steps = _serving(now)
     else:
         steps = {
@@ -234,6 +245,32 @@ def _serving(now: Observation) -> list[Step]:
     resume = [RESUME] if now.paused else []
     admit = [ADMIT, AWAIT_READY] if now.has_gate else []
     return [*resume, *_clean(now), PROVE, *_adapters(now), *admit, *_release(now)]
+
+
+def _headless(wanted: str, now: Observation, options: Options) -> list[Step]:
+    """Of an engine without an API server only the unit can be changed. Its head drains and proves for the whole group.
+
+    So the lease of such a change stays until ``serving``, which whoever has proved the head asks for.
+    """
+    runs = now.state == "headless"
+    if wanted == "serving":
+        if not runs:
+            _refuse(now, wanted, "restart its group with playbooks/rolling_restart.yml")
+        return _release(now)
+    if wanted in ("drained", "awake"):
+        return []
+    lease = _lease(now, options, wanted)
+    if wanted == "stopped":
+        return [] if now.state == "stopped" else [*lease, STOP]
+    if wanted == "started":
+        if now.state == "unknown":
+            _refuse(now, wanted, "restart it with vllm_engine state=restarted")
+        if now.state == "starting":
+            return [START]
+        return [] if runs else [*lease, START]
+    if runs and options.run and now.restarted_by == options.run:
+        return []
+    return [*lease, *([] if now.state == "stopped" else [STOP]), START]
 
 
 def _started(now: Observation, options: Options) -> list[Step]:
@@ -536,7 +573,7 @@ def recover(wanted: str, failed: Step, now: Observation, options: Options, misma
     if wanted == "asleep" and failed is SLEEP and options.on_failure == "stop":
         return [STOP]
     starts = wanted in ("started", "restarted") and failed in (START, COMPARE_SPEED, PROVE)
-    if starts and options.on_failure == "rollback" and now.goes_back:
+    if starts and options.on_failure == "rollback" and now.goes_back and not now.group:
         return [STOP, ROLL_BACK, START, *_back(now)]
     if wanted == "awake" and failed is PROVE and mismatch and options.on_mismatch == "restart":
         return [STOP, START, *_back(now)]
@@ -553,6 +590,11 @@ def predict(now: Observation, steps: list[Step], options: Options) -> dict[str, 
     """The summary that those steps end in: what check mode and diff show."""
     after = now.summary()
     if not steps:
+        return after
+    if now.headless:
+        after["lease"] = None if RELEASE in steps else options.owner if LEASE in steps else after["lease"]
+        if START in steps or STOP in steps:
+            after["state"] = "headless" if START in steps else "stopped"
         return after
     if LEASE in steps:
         after["lease"] = options.owner

@@ -93,17 +93,16 @@ if table:
 """
 
 
-def run_playbook(
+def begin_playbook(
     book: str,
     engines: dict,
     folder: Path,
     *arguments: str,
-    rc: int = 0,
     routers: dict | None = None,
     collections: Path | None = None,
     **variables,
-) -> str:
-    """What ansible-playbook printed. ``engines`` and ``routers`` are hosts of these groups, with their variables.
+) -> subprocess.Popen[str]:
+    """ansible-playbook at work. ``engines`` and ``routers`` are hosts of these groups, with their variables.
 
     ``collections`` is where this collection is to be found, instead of in the checkout.
     """
@@ -112,7 +111,7 @@ def run_playbook(
     here = {"ansible_connection": "local", "ansible_become": False}
     inventory.write_text(json.dumps({"all": {"children": groups, "vars": here}}))
     elsewhere = {"ANSIBLE_COLLECTIONS_PATH": str(collections)} if collections else {}
-    done = subprocess.run(
+    return subprocess.Popen(
         [
             str(Path(sys.executable).parent / "ansible-playbook"),
             f"--inventory={inventory}",
@@ -125,11 +124,20 @@ def run_playbook(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        check=False,
-        timeout=600,
+        start_new_session=True,
     )
-    assert done.returncode == rc, done.stdout[-6000:]
-    return done.stdout
+
+
+def run_playbook(book: str, engines: dict, folder: Path, *arguments: str, rc: int = 0, **variables) -> str:
+    """What it printed."""
+    with begin_playbook(book, engines, folder, *arguments, **variables) as running:
+        try:
+            output = running.communicate(timeout=600)[0]
+        finally:
+            if running.poll() is None:
+                os.killpg(running.pid, signal.SIGKILL)
+    assert running.returncode == rc, output[-6000:]
+    return output
 
 
 def wait_for(look, what: str, seconds: float = 60.0):

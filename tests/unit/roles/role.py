@@ -9,6 +9,8 @@ from pathlib import Path
 from ansible.parsing.dataloader import DataLoader
 from ansible.template import Templar
 
+from ansible_collections.baremetal.vllm.plugins.filter import groups
+
 try:
     from ansible.template import trust_as_template
 except ImportError:  # before 2.19
@@ -33,6 +35,9 @@ FILES = {
 }
 TEXT = trust_as_template if trust_as_template else str
 TEMPLAR = Templar(loader=DataLoader(), variables={})
+# Ansible's own way to them is through its loader of collections, which a test's imports have forestalled.
+for filter_name, function in groups.FilterModule().filters().items():
+    getattr(TEMPLAR, "_engine", TEMPLAR).environment.filters[f"baremetal.vllm.{filter_name}"] = function
 
 
 class Role:

@@ -144,6 +144,40 @@ def test_hosts_that_do_not_count_and_engines_of_no_inventory():
     assert list(one["others"]) == ["e2/chat"], "e3 has failed before, or is of another group"
 
 
+HEAD = {**CHAT, "group": "large"}
+PART = {"name": "chat", "model": "/srv/models/chat", "group": "large", "headless": True}
+
+
+@pytest.mark.parametrize(
+    ("batch", "min_serving", "says"),
+    [
+        # what changes, what must serve, what is counted: e1 and e2 are a group, e3 and e4 another, e5 is of none
+        (["e1"], None, (2, ["e1/chat"], ["e3/chat", "e5/chat"])),
+        (["e1", "e2"], None, (2, ["e1/chat"], ["e3/chat", "e5/chat"])),  # as with drain, which goes to all hosts
+        (["e1", "e3"], None, (1, ["e1/chat", "e3/chat"], ["e5/chat"])),
+        (["e5"], None, (2, ["e5/chat"], ["e1/chat", "e3/chat"])),
+        (["e5"], {"chat": 3}, (3, ["e5/chat"], ["e1/chat", "e3/chat"])),  # parts do not make up for it
+        (["e2"], None, None),  # a part is no loss: its head goes first
+        (["e2", "e4"], 1, None),
+    ],
+)
+@pytest.mark.parametrize("pool", ["", "day"])
+def test_a_group_counts_as_one_by_its_head(batch, min_serving, says, pool):
+    every = {"going": ["chat"], "__vllm_models": {"chat": ["chat"]}}
+    part = {"going": ["chat"], "__vllm_models": {}}  # it says nothing of itself
+    hosts = {
+        "e1": host(1, HEAD, **every),
+        "e2": host(2, PART, **part),
+        "e3": host(3, {**HEAD, "group": "second"}, **every),
+        "e4": host(4, {**PART, "group": "second"}, **part),
+        "e5": host(5, CHAT, **every),
+        "r1": pools(day=[1, 3, 5]),
+    }
+    routers = ["r1"] if pool else []
+    name = "model 'chat' in pool 'day'" if pool else "model 'chat'"
+    assert staying(hosts, batch, min_serving, routers=routers) == ({name: says} if says else {})
+
+
 @pytest.mark.parametrize(
     ("min_serving", "says"),
     [

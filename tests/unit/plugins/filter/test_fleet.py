@@ -94,6 +94,26 @@ def test_the_report_of_a_roll_says_where_the_seconds_went():
     }  # fmt: skip
 
 
+def test_the_row_of_a_group_is_its_heads_and_names_what_was_changed_with_it():
+    out = {"seconds": 60.0, "timings": {"stop": 10.0}, "started": {"boot_s": 38.0}}
+
+    def saw(**groups):
+        return {"engines": {name: {"group": group} for name, group in groups.items()}}
+
+    followers = [{"host": "e2", "engines": ["chat", "code"]}, {"host": "e3", "engines": ["chat"]}]
+    hostvars = {
+        "e1": {
+            "__vllm_roll_serve": {"engines": {one: {"out_of_service": out} for one in ("chat", "code", "alone")}},
+            "__vllm_roll_seen": saw(chat="large", code="small", alone=""),
+            "__vllm_roll_units": {"units": {"e1": {"followers": followers}}},
+        },
+        "e2": {"__vllm_roll_seen": saw(chat="large", code="small")},
+        "e3": {"__vllm_roll_seen": saw(chat="large")},
+    }
+    rows = {row["engine"]: row.get("headless") for row in fleet.vllm_roll_rows(["e1", "e2", "e3"], hostvars)}
+    assert rows == {"chat": ["e2/chat", "e3/chat"], "code": ["e2/code"], "alone": None}
+
+
 def table(**engines):
     return fleet.vllm_status_rows(["e1"], {"e1": {"__vllm_status_seen": {"engines": engines}}})
 

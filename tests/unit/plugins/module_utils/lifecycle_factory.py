@@ -75,17 +75,29 @@ def sleep_record(level=2, awake=(), kv_only=False, proved=True):
 
 
 def observation(
-    unit=..., api=..., gate=..., held=None, has_gate=True, last=None, sleep=None, unseen=None, backend="gate"
+    unit=...,
+    api=...,
+    gate=...,
+    held=None,
+    has_gate=True,
+    last=None,
+    sleep=None,
+    unseen=None,
+    backend="gate",
+    group="",
+    headless=False,
 ):
     """An Observation whose state is derived from its signals, as in the product."""
     unit = unit_state() if unit is ... else unit
     gate = gate_state() if gate is ... else gate
+    if headless:
+        group, has_gate, api = group or "large", False, None
     if not has_gate:
         gate = None
     if api is ...:
         api = api_state() if unit is not None and unit.active_state == "active" else None
     unseen = dict(unseen or {})
-    state, level, reasons = derive(unit, api, gate, sleep, has_gate=has_gate, unseen=unseen)
+    state, level, reasons = derive(unit, api, gate, sleep, has_gate=has_gate, unseen=unseen, headless=headless)
     return Observation(
         engine="chat",
         host="e1",
@@ -106,4 +118,6 @@ def observation(
         runtime_version="0.32.0",
         stale=None,
         admission_backend=backend if has_gate else "none",
+        group=group,
+        headless=headless,
     )

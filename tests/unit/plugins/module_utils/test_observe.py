@@ -103,6 +103,17 @@ def test_state_without_a_gate(api, state):
     assert derive(unit_state(), api, None, has_gate=False, unseen={})[0] == state
 
 
+@pytest.mark.parametrize("active", ["inactive", "failed", "activating", "deactivating", "active", "reloading"])
+def test_of_a_headless_engine_the_unit_decides_and_it_never_serves(active):
+    unit = unit_state(active)
+    state = derive(unit, None, None, has_gate=False, unseen={}, headless=True)[0]
+    if active == "active":
+        assert state == "headless"
+    else:
+        assert state == derive(unit, None, None, has_gate=False, unseen={})[0] != "serving"
+    assert derive(None, None, None, has_gate=False, unseen={"unit": "no answer"}, headless=True)[0] == "unknown"
+
+
 @pytest.mark.parametrize("signal", ["api.sleeping", "api.metrics", "api.models", "api.version", "api.healthy"])
 def test_an_engine_signal_that_fails_makes_the_state_unknown(signal):
     state, _level, reasons = derive(

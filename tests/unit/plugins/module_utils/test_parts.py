@@ -202,6 +202,30 @@ def test_one_engine_behind_several_api_servers_counts_once():
     assert parse_metrics(text).in_flight == 6
 
 
+def test_every_engine_behind_several_api_servers_counts():
+    """Two ranks, and three servers of which one has seen the newest of each."""
+    text = "\n".join(
+        f'vllm:num_requests_{kind}{{engine="{rank}",pid="{pid}"}} {value}'
+        for kind, rank, values in (
+            ("running", 0, (0, 2, 0)),
+            ("running", 1, (1, 0, 0)),
+            ("waiting", 0, (0, 0, 0)),
+            ("waiting", 1, (0, 0, 4)),
+        )
+        for pid, value in enumerate(values)
+    )
+    states = "\n".join(
+        f'vllm:engine_sleep_state{{engine="{rank}",pid="{pid}",sleep_state="{state}"}} 1'
+        for rank, state in ((0, "awake"), (1, "weights_offloaded"))
+        for pid in range(3)
+    )
+    seen = parse_metrics(f"{text}\n{states}\n")
+    assert seen.running == {"0": 2, "1": 1}
+    assert seen.waiting == {"0": 0, "1": 4}
+    assert seen.in_flight == 7
+    assert seen.sleep_state == {"0": "awake", "1": "weights_offloaded"}, "which observe calls unknown"
+
+
 @pytest.mark.parametrize("value", ["NaN", "-1", "Inf", "many"])
 def test_a_gauge_that_is_no_count_is_no_answer(value):
     with pytest.raises(Surprise, match="is no count"):

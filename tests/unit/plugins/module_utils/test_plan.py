@@ -47,6 +47,9 @@ WAKING = observation(
     gate=gate_state("closed"), api=api_state(paused=True, sleep="discard_all"), sleep=sleep_record(2, ["weights"])
 )
 
+HEADLESS = observation(headless=True)
+HEADLESS_STOPPED = observation(unit=unit_state("inactive", "dead"), headless=True)
+
 GENERATION = {"name": "proved", "config_digest": "old", "runtime_version": "0.32.0"}
 
 TABLE = {
@@ -149,6 +152,15 @@ TABLE = {
     ("withdrawn", "reloaded"): (WITHDRAWN, ["lease", *OUT_AGAIN, "pause", *NEW, "prove", "release"]),
     ("draining", "reloaded"): (DRAINING, ["lease", *OUT_AGAIN, "pause", *NEW, "prove", "release"]),
     ("drained", "reloaded"): (DRAINED, ["lease", *NEW, "prove", "release"]),
+    ("headless", "drained"): (HEADLESS, []),
+    ("headless", "serving"): (HEADLESS, []),
+    ("headless", "started"): (HEADLESS, []),
+    ("headless", "stopped"): (HEADLESS, ["lease", "stop"]),
+    ("headless", "restarted"): (HEADLESS, ["lease", "stop", "start"]),
+    ("headless", "asleep"): (HEADLESS, Refused),
+    ("headless", "awake"): (HEADLESS, []),
+    ("headless", "reloaded"): (HEADLESS, Refused),
+    ("headless", "rolled_back"): (HEADLESS, Refused),
 }
 
 
@@ -204,6 +216,68 @@ LEASES = [
 @pytest.mark.parametrize(("now", "wanted", "expected"), LEASES)
 def test_steps_under_a_lease(now, wanted, expected):
     assert names(plan(wanted, now, OPTIONS)) == expected
+
+
+HEADLESS_FAILED = observation(unit=unit_state("failed", "failed", "exit-code"), headless=True)
+HEADLESS_STARTING = observation(unit=unit_state("activating", "start-pre"), headless=True)
+HEADLESS_UNKNOWN = observation(unit=None, headless=True, unseen={"unit": "no answer"})
+HELD = dataclasses.replace(HEADLESS, lease=lease())
+HEADLESS_TABLE = [
+    # now, wanted, the steps, what is predicted of state and lease
+    (HEADLESS_STOPPED, "started", ["lease", "start"], ("headless", OURS)),
+    (HEADLESS_STOPPED, "restarted", ["lease", "start"], ("headless", OURS)),
+    (HEADLESS_STOPPED, "stopped", [], ("stopped", None)),
+    (HEADLESS_STOPPED, "drained", [], ("stopped", None)),
+    (HEADLESS_STOPPED, "serving", Refused, None),
+    (HEADLESS_FAILED, "started", ["lease", "start"], ("headless", OURS)),
+    (HEADLESS_FAILED, "restarted", ["lease", "stop", "start"], ("headless", OURS)),
+    (HEADLESS_FAILED, "serving", Refused, None),
+    (HEADLESS_STARTING, "started", ["start"], ("headless", None)),
+    (HEADLESS_STARTING, "stopped", ["lease", "stop"], ("stopped", OURS)),
+    (HEADLESS_UNKNOWN, "started", UnknownState, None),
+    (HEADLESS_UNKNOWN, "serving", UnknownState, None),
+    (HEADLESS_UNKNOWN, "restarted", ["lease", "stop", "start"], ("headless", OURS)),
+    (HEADLESS, "stopped", ["lease", "stop"], ("stopped", OURS)),
+    (HELD, "restarted", ["stop", "start"], ("headless", OURS)),
+    (HELD, "serving", ["release"], ("headless", None)),
+]
+
+
+@pytest.mark.parametrize(("now", "wanted", "expected", "after"), HEADLESS_TABLE)
+def test_of_a_headless_engine_only_the_unit_changes(now, wanted, expected, after):
+    if after is None:
+        with pytest.raises(expected, match=f"cannot be brought to {wanted}") as caught:
+            plan(wanted, now, OPTIONS)
+        assert "restart" in caught.value.next_step
+        return
+    steps = plan(wanted, now, OPTIONS)
+    assert names(steps) == expected
+    end = predict(now, steps, OPTIONS)
+    assert (end["state"], end["lease"]) == after
+
+
+def test_a_headless_engine_is_restarted_once_for_each_run():
+    done = observation(headless=True, last={"run": "r1", "restarted_pid": 10})
+    assert plan("restarted", done, OPTIONS._replace(run="r1")) == []
+    assert names(plan("restarted", done, OPTIONS._replace(run="r2"))) == ["lease", "stop", "start"]
+    assert names(plan("restarted", done, OPTIONS)) == ["lease", "stop", "start"]
+
+
+@pytest.mark.parametrize("wanted", WANTED)
+def test_the_head_of_a_group_changes_as_any_engine_but_for_what_one_host_cannot_prove(wanted):
+    head = observation(group="large")
+    if wanted in ("asleep", "reloaded", "rolled_back"):
+        with pytest.raises(Refused, match="'chat' on e1 is serving and of group 'large'"):
+            plan(wanted, head, OPTIONS)
+    else:
+        assert names(plan(wanted, head, OPTIONS)) == TABLE["serving", wanted][1]
+
+
+def test_a_group_does_not_go_back_on_one_host_alone():
+    back = OPTIONS._replace(on_failure="rollback")
+    head = dataclasses.replace(STOPPED, goes_back=GENERATION, group="large")
+    (start,) = [step for step in plan("started", head, back) if step.name == "start"]
+    assert recover("started", start, head, back) == []
 
 
 def test_a_restart_is_done_once_for_each_run():

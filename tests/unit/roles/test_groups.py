@@ -18,10 +18,10 @@ HEAD = {"name": "chat", "model": "/srv/models/m", "port": 8001, "group": "large"
 PART = {"name": "chat", "model": "/srv/models/m", "group": "large", "headless": True, "env": NET}
 
 
-def case(*, own=PART, other=HEAD, **changes):
+def case(*, own=None, other=None, alone=False, **changes):
     """A host's variables, and those of the inventory as that host sees them."""
-    mine = {"vllm_engine_instances": [{**own, **changes}]}
-    both = {"host1": mine, "host2": {"vllm_engine_instances": [other] if other else []}}
+    mine = {"vllm_engine_instances": [{**(own or PART), **changes}]}
+    both = {"host1": mine, "host2": {"vllm_engine_instances": [] if alone else [other or HEAD]}}
     return {**mine, "groups": {"all": list(both)}, "hostvars": both}
 
 
@@ -72,7 +72,7 @@ def test_refused(name):
         case(env={**NET, "GLOO_SOCKET_IFNAME": "lo0"}),
         case(port=None, admission={}, group="large"),
         case(vllm_engine_admission={"backend": "command", "command": ["/x"]}),
-        case(own=HEAD, other=None, group="", headless=False, env={}),  # of no group
+        case(own=HEAD, alone=True, group="", headless=False, env={}),  # of no group
     ],
 )
 def test_accepted(value):
@@ -97,7 +97,7 @@ def test_ranks_of_a_group_meet_where_its_inventory_says():
     for value in (case(), case(own=HEAD, other=PART)):
         lines = render(value, "engine.env.j2").splitlines()
         assert {line for line in lines if line.startswith(tuple(NET))} == {f'{key}="{one}"' for key, one in NET.items()}
-    alone = render(case(own=HEAD, other=None, group="", env={}), "engine.env.j2")
+    alone = render(case(own=HEAD, alone=True, group="", env={}), "engine.env.j2")
     assert 'VLLM_HOST_IP="127.0.0.1"' in alone
     assert 'GLOO_SOCKET_IFNAME="lo"' in alone
 

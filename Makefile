@@ -49,14 +49,11 @@ sim-conformance: deps ## replay what real engines answered against the simulator
 integration: deps ## tests against real parts
 	@echo "== integration tests"; $(IN_VENV) python -m pytest tests/integration
 
-rolling: deps ## a fleet is rolled on the lab while things fail, without what takes long
-	@echo "== rolling"; $(IN_VENV) PYTEST_ADDOPTS="-m 'not long'" $(MOLECULE) rolling
+rolling: deps ## a fleet is rolled on the lab while things fail
+	@echo "== rolling"; $(IN_VENV) $(MOLECULE) rolling
 
-molecule: deps ## the scenarios on the lab: a fleet is rolled, engines take turns, hosts serve one replica, a fleet is upgraded
-	@echo "== molecule"; $(IN_VENV) $(MOLECULE) rolling
-	@$(IN_VENV) $(MOLECULE) switching
-	@$(IN_VENV) $(MOLECULE) groups
-	@$(IN_VENV) $(MOLECULE) upgrading
+molecule: rolling ## that and the other scenarios: engines take turns, hosts serve one replica, a fleet is upgraded
+	@for one in switching groups upgrading; do echo "== $$one"; $(IN_VENV) $(MOLECULE) $$one; done
 
 chaos: deps ## every fault at every step of a roll, on the lab; about an hour
 	@echo "== chaos"; $(IN_VENV) CHAOS=all VLLM_LAB_TESTS=tests/chaos $(MOLECULE) rolling
@@ -64,10 +61,11 @@ chaos: deps ## every fault at every step of a roll, on the lab; about an hour
 gpu: deps ## the whole life of engines on this machine's own GPU; says so where there is none
 	@echo "== gpu"; $(IN_VENV) $(MOLECULE) gpu
 
-test: lint sanity unit sim-conformance rolling ## what every change has to pass; half an hour
+test: export PYTEST_ADDOPTS := -m "not long"
+test: lint sanity unit sim-conformance rolling ## what every change has to pass, half an hour: no test that is marked long
 	@echo "make test: lint, sanity, unit, sim-conformance and rolling passed"
 
-test-all: lint sanity unit sim-conformance integration molecule ## what a release has to pass; an hour and a half
+test-all: lint sanity unit sim-conformance integration molecule ## what a release has to pass, about two hours
 	@echo "make test-all: lint, sanity, unit, sim-conformance, integration and molecule passed"
 
 demo: deps ## roll a fleet of three engines under load, ours against naive

@@ -11,6 +11,8 @@ import pytest
 from ansible_collections.baremetal.vllm.tests.unit.lifecycle.fleets import Fleet, changes
 from ansible_collections.baremetal.vllm.tests.unit.lifecycle.world import CHECKOUT
 
+pytestmark = pytest.mark.long
+
 # The first writes files under /etc, the second has a test of its own, and the last only calls modules of awx.awx.
 ELSEWHERE = {"site.yml": "molecule/rolling", "rolling_upgrade.yml": "test_upgrade_play", "awx_apply.yml": ""}
 ALL_DAY = [{"name": "day", "from": "00:00", "to": "24:00", "awake": ["chat"], "asleep": ["code"], "level": 2}]

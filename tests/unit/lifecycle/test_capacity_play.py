@@ -9,6 +9,8 @@ import pytest
 from ansible_collections.baremetal.vllm.tests.unit.lifecycle.fleets import Fleet, went_together
 from ansible_collections.baremetal.vllm.tests.unit.lifecycle.play import Play
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def fleet(world):

@@ -11,6 +11,8 @@ import pytest
 
 from ansible_collections.baremetal.vllm.benchmarks import fleet
 
+pytestmark = pytest.mark.long
+
 NAMES = ["h001", "h002", "h003"]
 
 

@@ -13,6 +13,8 @@ import pytest
 from ansible_collections.baremetal.vllm.tests.sim import model as sim
 from ansible_collections.baremetal.vllm.tests.unit.lifecycle.world import run_playbook
 
+pytestmark = pytest.mark.long
+
 CHECKOUT = Path(__file__).parents[3]
 
 

@@ -14,6 +14,8 @@ import pytest
 from ansible_collections.baremetal.vllm.tests.sim.systemd import Unit
 from ansible_collections.baremetal.vllm.tests.unit.lifecycle.world import begin_playbook, run_playbook, wait_for
 
+pytestmark = pytest.mark.long
+
 MODEL = {"name": "chat", "model": "/srv/models/tiny"}
 
 

@@ -15,6 +15,8 @@ import pytest
 from ansible_collections.baremetal.vllm.tests.unit.lifecycle.fleets import Fleet, changes
 from ansible_collections.baremetal.vllm.tests.unit.lifecycle.world import AWAKE_MIB
 
+pytestmark = pytest.mark.long
+
 
 class Reader(html.parser.HTMLParser):
     """The text of a page by the first class or the tag that it stands in."""

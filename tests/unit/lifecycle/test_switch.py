@@ -21,6 +21,8 @@ from ansible_collections.baremetal.vllm.plugins.modules import vllm_drain, vllm_
 from ansible_collections.baremetal.vllm.tests.unit.lifecycle.play import Killed, Play
 from ansible_collections.baremetal.vllm.tests.unit.lifecycle.world import wait_for
 
+pytestmark = pytest.mark.long
+
 SWITCHES = 200
 SHARE = 0.9  # of the GPU, for each engine
 RESIDENT = 2048  # MiB that an engine may hold while asleep

@@ -19,6 +19,8 @@ import yaml
 from ansible_collections.baremetal.vllm.plugins.modules import vllm_drain, vllm_engine, vllm_golden
 from ansible_collections.baremetal.vllm.tests.unit.lifecycle.play import Failed, Killed, Play
 
+pytestmark = pytest.mark.long
+
 WARMUP = [{"prompt_tokens": 16, "max_tokens": 32}]
 MODULES = ["vllm_drain", "vllm_engine", "vllm_engine/configure", "vllm_engine", "vllm_drain"]
 

@@ -10,6 +10,8 @@ import pytest
 
 from ansible_collections.baremetal.vllm.tests.unit.lifecycle.fleets import Fleet, changes, went_together
 
+pytestmark = pytest.mark.long
+
 GIVEN = {"vllm_upgrade_soak": 0, "vllm_upgrade_min_speed_ratio": 0, "vllm_upgrade_capacity_timeout": 5}
 
 

@@ -271,7 +271,7 @@ def _stale(config: EngineConfig, unit: UnitState | None, started: dict[str, t.An
     return bool(started.get("config_digest") != config.config_digest)
 
 
-def _observe_api(config: EngineConfig, looker: _Looker, capabilities: list[str] | None) -> ApiState | None:
+def _observe_api(config: EngineConfig, looker: _Looker, capabilities: list[str] | None = None) -> ApiState | None:
     engine = Engine(config)
     try:
         return _ask_api(engine, looker, capabilities)

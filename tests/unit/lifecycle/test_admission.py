@@ -27,6 +27,8 @@ from ansible_collections.baremetal.vllm.tests.unit.lifecycle.balancers import Fr
 from ansible_collections.baremetal.vllm.tests.unit.lifecycle.test_killed import kill_after
 from ansible_collections.baremetal.vllm.tests.unit.lifecycle.world import OWNER, run_playbook, wait_for
 
+pytestmark = pytest.mark.long
+
 BALANCERS = ["haproxies", "command"]
 ALL = ["gate", *BALANCERS]
 CHECKOUT = Path(__file__).parents[3]

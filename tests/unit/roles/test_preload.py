@@ -288,6 +288,7 @@ def test_accepted(name):
     assert refusal(name, ACCEPTED[name]) is None
 
 
+@pytest.mark.long
 def test_a_real_run_says_the_same(tmp_path):
     names = ["good", "good-seed", "unknown-daemon", "dtype", "mixed", "seed-short-token", "health-twice"]
     cases = {name: ACCEPTED.get(name) or REFUSED.get(name, [[]])[0] for name in names}

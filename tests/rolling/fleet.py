@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -80,6 +81,17 @@ class Fleet:
     def lease(self, host: str, engine: str = "chat") -> dict | None:
         text = self.ssh(host, f"cat /var/lib/vllm/{engine}/lease.json 2>/dev/null || true")
         return json.loads(text) if text.strip() else None
+
+    @contextlib.contextmanager
+    def whole(self):
+        """Every engine serves, held by nobody, when this begins and when it ends."""
+        for host in self.engines:
+            assert self.ready(host) == 200, f"{host} does not serve before this test"
+            assert self.lease(host) is None
+        yield
+        for host in self.engines:
+            self.wait(f"{host} serves after this test", lambda host=host: self.ready(host) == 200, 60)
+            assert self.lease(host) is None
 
     def wait(self, what: str, test, seconds: float = 120) -> None:
         ends = time.monotonic() + seconds

@@ -57,10 +57,5 @@ def older_fleet(fleet, older_vllm, tmp_path):
 @pytest.fixture(autouse=True)
 def _all_serve(fleet):
     """Each test begins and ends with a fleet that serves as a whole."""
-    for host in fleet.engines:
-        assert fleet.ready(host) == 200, f"{host} does not serve before this test"
-        assert fleet.lease(host) is None
-    yield
-    for host in fleet.engines:
-        fleet.wait(f"{host} serves after this test", lambda host=host: fleet.ready(host) == 200, 60)
-        assert fleet.lease(host) is None
+    with fleet.whole():
+        yield

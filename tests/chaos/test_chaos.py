@@ -27,6 +27,15 @@ HOST, ROUTER = "e1", "r1"
 UNIT = "vllm-engine@chat.service"
 ROLL = {"vllm_roll_connect_timeout": 10, "vllm_roll_drain_timeout": 60, "vllm_roll_restart_timeout": 600}
 STEPS = ("draining", "stopping", "starting")
+# Every process that starts after `clock_ready` reads the wall clock with the offset that this file has at that moment.
+OFFSET = "/etc/faketimerc"
+FAKED = {
+    "LD_PRELOAD": "$(dpkg -L libfaketime | grep /libfaketimeMT)",
+    "FAKETIME_TIMESTAMP_FILE": OFFSET,
+    "FAKETIME_CACHE_DURATION": "1",
+    "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+    "NO_FAKE_STAT": "1",
+}
 BOUNDED = [("play killed", "starting"), ("engine hangs", "draining"), ("engine killed", "starting"),
            ("network cut", "draining"), ("disk full", "draining")]  # fmt: skip
 
@@ -36,7 +45,7 @@ class Case:
     """One fault in one roll of one host."""
 
     fleet: object
-    roll: subprocess.Popen
+    roll: subprocess.Popen | None = None
     others: list[subprocess.Popen] = field(default_factory=list)
 
     def ssh(self, command: str) -> str:
@@ -46,6 +55,33 @@ class Case:
         """Its main process, which a start has only after the checks before it."""
         self.fleet.wait("the engine has a process", lambda: self.fleet.main_pid(HOST) > 0, 60)
         assert self.ssh(f"kill -{name} {self.fleet.main_pid(HOST)} && echo done").strip() == "done"
+
+    def kill_core(self) -> None:
+        """The process that has the model; its parent, which answers requests, lives on."""
+        core = f"pgrep --full --oldest --parent {self.fleet.main_pid(HOST)} EngineCore"
+        self.fleet.wait("the engine has a core", lambda: self.ssh(core).strip(), 120)
+        assert self.ssh(f"kill -KILL $({core}) && echo done").strip() == "done"
+
+    def router(self, verb: str) -> None:
+        assert self.fleet.ssh(ROUTER, f"systemctl {verb} haproxy.service && echo done").strip() == "done"
+
+    def clock_ready(self) -> None:
+        names = " ".join(f"{name}={value}" for name, value in FAKED.items())
+        self.fleet.ssh(
+            HOST,
+            f"apt-get -q -y install libfaketime && echo +0 > {OFFSET}"
+            f" && cp /etc/environment /root/environment && printf '%s\\n' {names} >> /etc/environment"
+            f" && systemctl set-environment {names}",
+        )
+
+    def clock_jumps(self, offset: str) -> None:
+        self.ssh(f"echo {offset} > {OFFSET}")
+        ahead = int(self.ssh("sleep 2; date +%s")) - time.time()
+        assert abs(ahead) > 3600, "what starts on the host reads another time"
+
+    def clock_back_to_true(self) -> None:
+        names = " ".join(FAKED)
+        self.ssh(f"mv /root/environment /etc/environment; systemctl unset-environment {names}; echo +0 > {OFFSET}")
 
     def kill_play(self) -> None:
         self.roll.send_signal(signal.SIGKILL)
@@ -97,12 +133,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Fault:
-    """``cuts`` says that it ends connections by itself; ``heals`` undoes it once the run has ended."""
+    """``cuts``: it ends connections by itself. ``readies`` comes before the run, ``heals`` once it has ended."""
 
     does: str
     cuts: bool = False
     arguments: tuple = ()
+    readies: str = ""
     heals: str = ""
+    steps: tuple = STEPS
 
 
 FAULTS = {
@@ -113,12 +151,17 @@ FAULTS = {
     "gate restarted": Fault("ssh", cuts=True, arguments=("systemctl restart vllm-gate.service",)),
     "engine hangs": Fault("signal_engine", cuts=True, arguments=("STOP",)),
     "engine killed": Fault("signal_engine", cuts=True, arguments=("KILL",)),
+    "core killed": Fault("kill_core", cuts=True, steps=("draining", "starting")),  # a stop begins by ending it
+    "router reloaded": Fault("router", arguments=("reload",)),
+    "router restarted": Fault("router", cuts=True, arguments=("restart",)),
+    "clock forward": Fault("clock_jumps", arguments=("+5h",), readies="clock_ready", heals="clock_back_to_true"),
+    "clock back": Fault("clock_jumps", arguments=("-5h",), readies="clock_ready", heals="clock_back_to_true"),
     "disk full": Fault("fill_disk", heals="empty_disk"),
     "network cut": Fault("cut", cuts=True),
     "power lost": Fault("lose_power", cuts=True),
     "host rebooted": Fault("reboot"),
 }
-CASES = [(fault, step) for fault in FAULTS for step in STEPS]
+CASES = [(name, step) for name, fault in FAULTS.items() for step in fault.steps]
 assert set(BOUNDED) <= set(CASES)
 
 
@@ -157,7 +200,10 @@ def test_a_fault_in_a_roll(fleet, rows, tmp_path, name, step):
     load = subprocess.Popen([*command, "--until-file", str(stop), "--running-file", str(running)])
     try:
         fleet.wait("every client has had a token", running.exists, 60)
-        case = Case(fleet, fleet.begin("rolling_restart.yml", f"--limit={HOST}", **ROLL))
+        case = Case(fleet)
+        if fault.readies:
+            getattr(case, fault.readies)()
+        case.roll = fleet.begin("rolling_restart.yml", f"--limit={HOST}", **ROLL)
         while not reached(fleet, step):
             assert case.roll.poll() is None, f"the roll ended before it was seen {step}: {case.roll.communicate()[0]}"
         getattr(case, fault.does)(*fault.arguments)

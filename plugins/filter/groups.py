@@ -113,6 +113,21 @@ def vllm_units(
     return {"units": units, "faults": faults}
 
 
+def hosts_together(hosts: t.Sequence[str], groups: t.Mapping[str, t.Iterable[str]]) -> list[list[str]]:
+    """The hosts, those of a group side by side, in the order in which the first of each comes.
+
+    :param groups: of which groups a host has engines; a host of two brings both together.
+    """
+    units: list[list[str]] = []
+    for host in hosts:
+        of = set(groups[host])
+        near = [unit for unit in units if of and any(of & set(groups[other]) for other in unit)]
+        units = [unit for unit in units if unit not in near]
+        units.append([*(other for unit in near for other in unit), host])
+    place = {host: number for number, host in enumerate(hosts)}
+    return sorted((sorted(unit, key=place.__getitem__) for unit in units), key=lambda unit: place[unit[0]])
+
+
 def _has_followers(members: t.Iterable[Member]) -> bool:
     return any(member.headless for member in members)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import typing as t
 
+from ansible_collections.baremetal.vllm.plugins.filter.groups import hosts_together
 from ansible_collections.baremetal.vllm.plugins.filter.report import held_mib, requests_cut, span, span_of_lease
 
 OWNER = "rolling_upgrade"
@@ -33,14 +34,6 @@ def _ours(engine: t.Mapping[str, t.Any]) -> bool:
 def _sort(name: str, engine: t.Mapping[str, t.Any], want: t.Mapping[str, t.Any]) -> tuple[str, str]:
     """(part, why): change, finish, write or leave; or refuse, and then why."""
     state, ours = engine["state"], _ours(engine)
-    if engine.get("group"):
-        right = engine["stale"] is False or (state in DOWN and not want["start"])
-        if right and engine["config_digest"] == want["config_digest"]:
-            return "leave", ""
-        return "refuse", (
-            f"engine '{name}' is of group '{engine['group']}', whose hosts this playbook cannot change as one; run "
-            "playbooks/site.yml with the new settings and then playbooks/rolling_restart.yml"
-        )
     there = _runs_with(engine) == want["config_digest"]
     if state in ("asleep", "waking"):
         if there and not ours:
@@ -48,7 +41,7 @@ def _sort(name: str, engine: t.Mapping[str, t.Any], want: t.Mapping[str, t.Any])
         return "refuse", f"engine '{name}' is {state} with another configuration; wake it or stop it first"
     if state in DOWN and not want["start"] and not ours:
         part = "leave"
-    elif there and state in AWAKE:
+    elif there and state in (*AWAKE, "headless"):
         part = "finish" if ours else "leave"
     else:
         part = "change"
@@ -71,9 +64,10 @@ def vllm_upgrade_plan(engines: Engines, wants: Engines) -> dict[str, t.Any]:
     :param wants: of role vllm_engine, ``want``: what the inventory says.
     :returns: names under ``change`` (stop, write, start), ``finish`` (a run that was killed has only to prove and
         admit them), ``write`` (files alone); of those that change, ``drain`` those that can and ``unproved`` those that
-        no golden has proved; ``refused`` says why; ``part`` of the fleet is first, todo or done.
+        no golden has proved; ``headless`` are those of all that have no API server; ``refused`` says why; ``part`` of
+        the fleet is first, todo or done.
     """
-    plan: dict[str, t.Any] = {"change": [], "finish": [], "write": [], "refused": []}
+    plan: dict[str, t.Any] = {"change": [], "finish": [], "write": [], "refused": [], "along": []}
     for name, want in sorted(wants.items()):
         if name not in engines:
             plan["refused"].append(f"engine '{name}' is not on this host yet; run playbooks/site.yml")
@@ -83,28 +77,95 @@ def vllm_upgrade_plan(engines: Engines, wants: Engines) -> dict[str, t.Any]:
             plan["refused"].append(why)
         elif part != "leave":
             plan[part].append(name)
+    return _completed(plan, engines)
+
+
+def _completed(plan: dict[str, t.Any], engines: Engines) -> dict[str, t.Any]:
+    """With what follows from the parts that the engines have in it."""
     touched = plan["change"] + plan["finish"]
+    headless = [name for name, engine in engines.items() if engine.get("headless")]
     proofs = {name: ((engines[name]["started"] or {}).get("proof") or {}).get("by") for name in plan["change"]}
-    plan["unproved"] = [name for name, by in proofs.items() if by != "golden"]
-    plan["drain"] = [name for name in plan["change"] if engines[name]["state"] in AWAKE]
-    well = all(engines[name]["state"] == "serving" for name in touched)
-    plan["part"] = ("todo" if well else "first") if touched or plan["write"] else "done"
-    return plan
+    well = all(engines[name]["state"] in ("serving", "headless") for name in touched)
+    return {
+        **plan,
+        "headless": headless,
+        "unproved": [name for name, by in proofs.items() if by != "golden" and name not in headless],
+        "drain": [name for name in plan["change"] if engines[name]["state"] in AWAKE],
+        "part": ("todo" if well else "first") if touched or plan["write"] else "done",
+    }
 
 
-def vllm_upgrade_order(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any], canaries: int) -> dict[str, list[str]]:
-    """The hosts with something to do, those that do not serve first.
+def vllm_upgrade_together(
+    plan: t.Mapping[str, t.Any], hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any], host: str
+) -> dict[str, t.Any]:
+    """The plan of a host that has engines of groups: where one of a group changes, all of it do.
 
-    :returns: the first of them under ``canary``, the others under ``rest``, and under ``control`` the one of these that
-        serves with the old version while the canaries are watched.
+    :returns: the plan, with those that only change with the others under ``along``, too; their configuration stays.
     """
-    parts: dict[str, list[str]] = {"first": [], "todo": [], "done": []}
-    for host in hosts:
-        parts[hostvars[host]["__vllm_upgrade_plan"]["part"]].append(host)
-    order = parts["first"] + parts["todo"]
+    engines = hostvars[host]["__vllm_upgrade_seen"]["engines"]
+    changing = set()
+    for other in hosts:
+        seen = hostvars[other]["__vllm_upgrade_seen"]["engines"]
+        changing |= {seen[name].get("group") for name in hostvars[other]["__vllm_upgrade_plan"]["change"]}
+    more = [
+        name
+        for name, engine in engines.items()
+        if engine.get("group") in changing - {None, ""} and name not in plan["change"]
+    ]
+    return _completed(
+        {
+            **plan,
+            "change": sorted([*plan["change"], *more]),
+            "along": [name for name in more if name not in plan["write"]],
+            **{part: [name for name in plan[part] if name not in more] for part in ("finish", "write")},
+        },
+        engines,
+    )
+
+
+def vllm_upgrade_order(
+    hosts: t.Sequence[str], hostvars: t.Mapping[str, t.Any], canaries: int, batch: t.Any = 1
+) -> dict[str, t.Any]:
+    """The hosts with something to do, those that do not serve first, and those of a group side by side.
+
+    :param canaries: how many come first; a group counts as one.
+    :param batch: how many change at a time: a number, a percentage, or a list of both of which the last goes on.
+    :returns: the first hosts under ``canary``, the others under ``rest``, and under ``control`` the one of these that
+        serves with the old version while the canaries are watched; under ``peers`` by host those that change with it;
+        and under ``serial``, for ``canary`` and ``rest``, how many hosts are changed at a time.
+    """
+    plans = {host: hostvars[host]["__vllm_upgrade_plan"] for host in hosts}
+    groups = {host: _groups(hostvars[host]["__vllm_upgrade_seen"]["engines"]) for host in hosts}
+    units: dict[str, list[list[str]]] = {"first": [], "todo": [], "done": []}
+    for unit in hosts_together(hosts, groups):
+        parts = {plans[host]["part"] for host in unit}
+        units[next(part for part in units if part in parts)].append(unit)
+    order = units["first"] + units["todo"]
     canary, rest = order[:canaries], order[canaries:]
-    control = [host for host in rest if host in parts["todo"]][:1] if canary else []
-    return {"canary": canary, "rest": rest, "control": control}
+    served = [host for unit in rest if unit in units["todo"] for host in unit if plans[host]["drain"]]
+    return {
+        "canary": [host for unit in canary for host in unit],
+        "rest": [host for unit in rest for host in unit],
+        "control": served[:1] if canary else [],
+        "peers": {host: unit for unit in order for host in unit},
+        "serial": {"canary": _serial(canary, batch), "rest": _serial(rest, batch)},
+    }
+
+
+def _groups(engines: Engines) -> list[str]:
+    return [engine["group"] for engine in engines.values() if engine.get("group")]
+
+
+def _serial(units: t.Sequence[t.Sequence[str]], batch: t.Any) -> list[int]:
+    """What ``serial`` has to be for so many units at a time; a percentage is of all units, and one at least."""
+    sizes = [str(size) for size in (batch if isinstance(batch, list) else [batch])]
+    serial, done = [], 0
+    while done < len(units):
+        size = sizes[min(len(serial), len(sizes) - 1)]
+        count = max(1, len(units) * int(size[:-1]) // 100) if size.endswith("%") else int(size)
+        serial.append(sum(map(len, units[done : done + count])))
+        done += count
+    return serial or [1]
 
 
 def vllm_upgrade_way(left: Engines, wants: Engines, plan: t.Mapping[str, t.Any]) -> dict[str, list[str]]:
@@ -120,13 +181,34 @@ def vllm_upgrade_way(left: Engines, wants: Engines, plan: t.Mapping[str, t.Any])
         written = engine["config_digest"] == wants[name]["config_digest"]
         # Or in part: what was proved is under the digest on disk, and not what is there.
         torn = bool(engine["goes_back"]) and engine["goes_back"].get("config_digest") == engine["config_digest"]
-        if written or torn:
+        if (written or torn) and name not in plan["along"]:
             way["back" if engine["goes_back"] else "lost"].append(name)
-        elif engine["state"] not in AWAKE:
+        elif engine["state"] not in (*AWAKE, "headless"):
             way["restart"].append(name)
         if name not in way["lost"]:
             way["serve"].append(name)
     return way
+
+
+def vllm_upgrade_way_together(
+    way: t.Mapping[str, list[str]], peers: t.Iterable[str], hostvars: t.Mapping[str, t.Any], host: str
+) -> dict[str, list[str]]:
+    """The way back of a host that has engines of groups: where one of a group starts anew, all of it do.
+
+    Without one that is lost, the others of its group cannot serve either.
+    """
+    lost, anew = set(), set()
+    for peer in peers:
+        left, others = hostvars[peer]["__vllm_upgrade_left"]["engines"], hostvars[peer]["__vllm_upgrade_way"]
+        lost |= {left[name].get("group") for name in others["lost"]}
+        anew |= {left[name].get("group") for name in others["back"] + others["restart"]}
+    group = {name: one.get("group") for name, one in hostvars[host]["__vllm_upgrade_left"]["engines"].items()}
+    gone = [name for name in way["serve"] if group[name] and group[name] in lost]
+    found = {part: [name for name in names if name not in gone] for part, names in way.items()}
+    stays = [name for name in found["serve"] if name not in found["back"] + found["restart"]]
+    found["restart"] += [name for name in stays if group[name] and group[name] in anew]
+    found["lost"] += gone
+    return found
 
 
 def _watched(values: t.Mapping[str, t.Any], name: str) -> t.Mapping[str, t.Any]:
@@ -277,5 +359,7 @@ class FilterModule:
             "vllm_upgrade_plan": vllm_upgrade_plan,
             "vllm_upgrade_rows": vllm_upgrade_rows,
             "vllm_upgrade_soak": vllm_upgrade_soak,
+            "vllm_upgrade_together": vllm_upgrade_together,
             "vllm_upgrade_way": vllm_upgrade_way,
+            "vllm_upgrade_way_together": vllm_upgrade_way_together,
         }

@@ -38,7 +38,8 @@ options:
     description:
       - The wanted state of the unit.
       - V(rolled_back) puts the last configuration in place that was proved and is another than the one on disk, with
-        its runtime, and starts the engine with it. Once for each O(run), which it needs.
+        its runtime, and starts the engine with it. Once for each O(run), which it needs. Of a group, all engines have
+        to go back, as playbook C(rolling_upgrade) does it.
     type: str
     choices: [started, stopped, restarted, rolled_back]
     required: true

@@ -125,6 +125,65 @@ def test_a_group_is_rolled_under_load_as_one_and_nothing_is_lost(fleet, tmp_path
     assert int(ended["e1"]) <= int(ended["e2"]), "the head stops while its group is whole"
 
 
+NEW = {"lab_settings": {"max-num-seqs": 6}}
+BROKEN = {"lab_settings": {"max-model-len": 1000000}}
+
+
+def upgrade(fleet, rc: int = 0, **settings) -> str:
+    given = {"vllm_upgrade_soak": 0, "vllm_upgrade_min_speed_ratio": 0, **settings}
+    return plain(fleet.play("rolling_upgrade.yml", "--limit=e1,e2", rc=rc, **given))
+
+
+def test_a_group_gets_other_settings_as_one_and_goes_back_as_one(fleet, tmp_path):
+    before = pids(fleet)
+    with Load(fleet, tmp_path):
+        ready = Readiness(fleet, "e1", "e3")
+        output = upgrade(fleet, **NEW)
+        changed = pids(fleet)
+        assert "2 of 2 host(s) have engines to change; first e1, e2, then none." in output
+        assert [host for host in HOSTS if changed[host] != before[host]] == ["e1", "e2"]
+        assert fleet.ready("e1") == 200
+        output = upgrade(fleet, rc=2, **BROKEN)
+        seen = ready.end()
+    assert "It went back to what it ran before, was proved with it and serves." in output
+    assert seen == {"e1": [200, 503, 200, 503, 200], "e3": [200]}, "withdrawn once for each change"
+    assert [fleet.lease(host) for host in HOSTS] == [None] * 3
+    for host in ("e1", "e2"):
+        options = fleet.ssh(host, "cat /etc/vllm/engines/chat.yaml")
+        assert "max-num-seqs: 6" in options and "1000000" not in options
+    before = pids(fleet)
+    assert before["e3"] == changed["e3"]
+    assert "0 of 2 host(s) have engines to change" in upgrade(fleet, **NEW)
+    upgrade(fleet)
+    assert fleet.ready("e1") == 200
+    assert [host for host, pid in pids(fleet).items() if pid == before[host]] == ["e3"]
+
+
+def test_a_host_that_fails_keeps_its_group_out_and_the_same_command_goes_on(fleet):
+    """The model of e2 is gone, as with storage that is not mounted."""
+    before = pids(fleet)
+    fleet.ssh("e2", "mount -t tmpfs none /srv/models/tiny")
+    try:
+        output = plain(fleet.play("rolling_restart.yml", "--limit=e1,e2", rc=2))
+    finally:
+        fleet.ssh("e2", "umount /srv/models/tiny")
+    assert "No further host is touched" in output
+    assert "/srv/models/tiny" in output, "the reason, from the host that failed"
+    assert fleet.active("e1") == "inactive"
+    assert (fleet.ready("e1"), fleet.ready("e3")) == (503, 200)
+    assert {host: (fleet.lease(host) or {}).get("owner") for host in HOSTS} == {
+        "e1": "rolling_restart",
+        "e2": "rolling_restart",
+        "e3": None,
+    }
+    output = plain(fleet.play("rolling_restart.yml", "--limit=e1,e2"))
+    assert "1 host(s) not serving come first, 0 follow, 0 are done" in output
+    assert (fleet.ready("e1"), fleet.ready("e3")) == (200, 200)
+    assert [fleet.lease(host) for host in HOSTS] == [None] * 3
+    after = pids(fleet)
+    assert [host for host in HOSTS if after[host] != before[host]] == ["e1", "e2"]
+
+
 def test_a_part_of_the_group_alone_is_refused(fleet):
     before = pids(fleet)
     output = " ".join(fleet.play("rolling_restart.yml", "--limit=e1,e3", rc=2).split())

@@ -15,6 +15,8 @@ import time
 import pytest
 
 from ansible_collections.baremetal.vllm.tests.rolling.fleet import CHECKOUT
+from ansible_collections.baremetal.vllm.tests.unit.awx import controller
+from ansible_collections.baremetal.vllm.tests.unit.awx.job import Job
 from ansible_collections.baremetal.vllm.tests.upgrading import broken, older
 
 LOAD = CHECKOUT / "tests/load/load.py"
@@ -85,6 +87,26 @@ def test_again_changes_nothing(fleet, tmp_path):
     assert sum("changed=0" in line for line in recap) >= len(fleet.engines) - 1, recap
     assert {host: fleet.main_pid(host) for host in fleet.engines} == before
     assert {row["outcome"] for row in report["hosts"]} == {"unchanged"}
+
+
+def run_job(fleet, tmp_path, template: str, **answers) -> Job:
+    """A job template, as AWX runs it."""
+    templates = {one["name"]: one for one in controller.variables()["controller_templates"]}
+    job = Job(tmp_path, fleet.inventories(), templates[f"vLLM {template}"], answers)
+    job.judge()
+    return job
+
+
+def test_the_templates_of_awx_that_install_run_on_real_hosts(fleet, tmp_path):
+    before = {host: fleet.main_pid(host) for host in fleet.engines}
+    for job in (
+        run_job(fleet, tmp_path, "site, dry run"),
+        run_job(fleet, tmp_path, "site"),
+        run_job(fleet, tmp_path, "rolling upgrade", vllm_runtime_version=NEW, vllm_upgrade_soak=0),
+    ):
+        changed = job.events()[-1]["event_data"]["changed"]
+        assert not {host: count for host, count in changed.items() if host in fleet.address}, changed
+    assert {host: fleet.main_pid(host) for host in fleet.engines} == before
 
 
 @pytest.mark.parametrize(

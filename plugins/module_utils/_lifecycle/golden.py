@@ -302,7 +302,11 @@ def _held(engine: EngineConfig, main_pid: int) -> Held | None:
 def held_subject(engine: EngineConfig, main_pid: int) -> Subject | None:
     """By what the process that runs now was last proved, None where by no golden."""
     held = _held(engine, main_pid)
-    return t.cast(Subject, config.build(Subject, held.subject, FILE)) if held and held.subject else None
+    return _subject(held) if held and held.subject else None
+
+
+def _subject(held: Held) -> Subject:
+    return t.cast(Subject, config.build(Subject, held.subject, FILE))
 
 
 def _hold(engine: EngineConfig, main_pid: int, subject: Subject | None, read_at: float) -> None:
@@ -509,7 +513,7 @@ def _out(engine: EngineConfig) -> str:
     )
 
 
-def check(engine: Engine, golden: Golden, deadline: Deadline, allowed: Tolerance | None = None) -> Proof:
+def check(engine: Engine, golden: Golden, main_pid: int, deadline: Deadline, allowed: Tolerance | None = None) -> Proof:
     """Compare an engine's answers with a golden. They are computed anew; then the first question is asked once more, as
     at every check, for its first tokens and with more tolerance, so that what the prefix cache holds from before a
     sleep shows.
@@ -521,15 +525,15 @@ def check(engine: Engine, golden: Golden, deadline: Deadline, allowed: Tolerance
     try:
         proof = _compare(engine, golden, deadline, allowed)
     except Mismatch:
-        note(engine.config, golden.key, matches=False)
+        note(engine.config, golden.key, main_pid, matches=False)
         raise
-    note(engine.config, golden.key, matches=True)
+    note(engine.config, golden.key, main_pid, matches=True)
     return proof
 
 
-def note(engine: EngineConfig, key: str, *, matches: bool) -> None:
-    """Write down whether the process that runs now gives the answers of this golden; only what is new."""
-    value = {**identity(Unit(engine.unit).show().main_pid), "key": key, "matches": matches}
+def note(engine: EngineConfig, key: str, main_pid: int, *, matches: bool) -> None:
+    """Write down whether this process gives the answers of this golden; only what is new."""
+    value = {**identity(main_pid), "key": key, "matches": matches}
     try:
         before = lease.last_comparison(engine.engine) or {}
     except UsageError:  # a file that somebody has broken keeps no engine from being proved
@@ -607,7 +611,7 @@ def prove(engine: Engine, deadline: Deadline, report: Report, *, answered: bool 
     :raises Mismatch: as of ``check``; or it has to be proved by a golden, and none is of what it runs.
     :raises Surprise: a completion that is not the one that was owed.
     """
-    golden, why, read_at = _owed(engine.config, deadline, report)
+    golden, why, main_pid, read_at = _owed(engine.config, deadline, report)
     if golden is None:
         if engine.config.golden_required:
             raise Mismatch(
@@ -622,14 +626,22 @@ def prove(engine: Engine, deadline: Deadline, report: Report, *, answered: bool 
         return Proof("completion", why=why)
     if (version := golden.subject.runtime_version) != engine.config.runtime_version:
         wide = Tolerance(golden.tolerance.logprobs * RUNTIME_SLACK, golden.tolerance.vectors * RUNTIME_SLACK)
-        return check(engine, golden, deadline, wide)._replace(runtime=version)
-    proof = check(engine, golden, deadline)
-    hold(engine.config, golden.subject, read_at)
+        return check(engine, golden, main_pid, deadline, wide)._replace(runtime=version)
+    proof = check(engine, golden, main_pid, deadline)
+    hold(engine.config, golden.subject, main_pid, read_at)
     return proof
 
 
-def _owed(engine: EngineConfig, deadline: Deadline, report: Report) -> tuple[Golden | None, str, float]:
-    """The golden that an engine has to match, or why there is none; and when it last read weights, if again."""
+class Owed(t.NamedTuple):
+    """The golden that a process has to match, or why there is none; and when it last read its weights, if again."""
+
+    golden: Golden | None
+    why: str
+    main_pid: int = 0
+    read_at: float = 0.0
+
+
+def _owed(engine: EngineConfig, deadline: Deadline, report: Report) -> Owed:
     cheap = cheap_subject(engine)
     # Its own runtime's first; of the others the newest.
     known = sorted(
@@ -637,25 +649,26 @@ def _owed(engine: EngineConfig, deadline: Deadline, report: Report) -> tuple[Gol
         key=lambda one: (not one.subject.fits(cheap), -float(one.recorded.get("at") or 0)),
     )
     if not known and not (store.state_dir(engine.engine) / FILE).exists():
-        return None, NONE, 0.0
+        return Owed(None, NONE)
     main_pid = Unit(engine.unit).show().main_pid
     held = _held(engine, main_pid)
     read_at = held.read_at if held else 0.0
-    if subject := held_subject(engine, main_pid):
-        golden = stored(subject.key)
-        return golden, "" if golden else f"the golden {subject.key}, which proved it before, is gone", read_at
+    if held and held.subject:
+        key = _subject(held).key
+        golden = stored(key)
+        return Owed(golden, "" if golden else f"the golden {key}, which proved it before, is gone", main_pid, read_at)
     if not known:
-        return None, NONE, read_at
+        return Owed(None, NONE)
     if why := doubt(engine, main_pid, held):
-        return None, why, read_at
+        return Owed(None, why)
     subjects: dict[str, Subject] = {}
     for method in sorted({one.subject.method for one in known}):
         subjects[method] = with_weights(cheap, engine.model, method, deadline, report)
     for one in known:
         subject = subjects[one.subject.method].of_runtime(one.subject.runtime_version)
         if one.key == subject.key:
-            return one, "", read_at
-    return None, f"{len(known)} golden(s) of this model are on record, and none is of its weights", read_at
+            return Owed(one, "", main_pid, read_at)
+    return Owed(None, f"{len(known)} golden(s) of this model are on record, and none is of its weights")
 
 
 def doubt(engine: EngineConfig, main_pid: int, held: Held | None = None) -> str:
@@ -673,9 +686,8 @@ def doubt(engine: EngineConfig, main_pid: int, held: Held | None = None) -> str:
     return ""
 
 
-def hold(engine: EngineConfig, subject: Subject, read_at: float = 0.0) -> None:
-    """From now on the running process is held to this subject; writes only what is new."""
-    main_pid = Unit(engine.unit).show().main_pid
+def hold(engine: EngineConfig, subject: Subject, main_pid: int, read_at: float = 0.0) -> None:
+    """From now on this process is held to this subject; writes only what is new."""
     held = _held(engine, main_pid)
     if held is None or held.subject != asdict(subject):
         _hold(engine, main_pid, subject, max(read_at, held.read_at if held else 0.0))

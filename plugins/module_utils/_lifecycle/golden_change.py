@@ -83,6 +83,7 @@ class _Job:
         self.subject = golden.cheap_subject(engine)
         self.known: Golden | None = None
         self.mine: Golden | None = None
+        self.main_pid = 0
         self.timings: dict[str, float] = {}
 
     @property
@@ -110,13 +111,13 @@ class _Job:
         """The engine's state, and what its weights are."""
         now = observe(self.engine)
         may_answer(now)
-        main_pid = now.unit.main_pid if now.unit else 0
+        self.main_pid = now.unit.main_pid if now.unit else 0
         if self.wanted.state == "recorded":
             may_record(now)
-        if held := golden.held_subject(self.engine, main_pid):
+        if held := golden.held_subject(self.engine, self.main_pid):
             self.subject = held
             return
-        if why := golden.doubt(self.engine, main_pid):
+        if why := golden.doubt(self.engine, self.main_pid):
             raise Refused(
                 f"{self.here} cannot be told by a golden: {why}",
                 next_step="restart it with vllm_engine state=restarted, so that it serves what is declared and on disk",
@@ -170,7 +171,7 @@ class _Job:
     def _compare(self, target: Golden, allowed: Tolerance) -> dict[str, t.Any]:
         begun = time.monotonic()
         try:
-            proof = golden.check(self.client, target, self.deadline, allowed)
+            proof = golden.check(self.client, target, self.main_pid, self.deadline, allowed)
         finally:
             self.timings["ask"] = round(self.timings.get("ask", 0.0) + time.monotonic() - begun, 3)
         return {name: getattr(proof, name) for name in ("compared_by", "positions", "distance")}
@@ -223,8 +224,8 @@ class _Job:
                     f"{self.here}: {golden.directory()} does not hold what was just written there",
                     next_step="find out who else writes to that directory, then run this again",
                 )
-        golden.hold(self.engine, self.subject)
-        golden.note(self.engine, new.key, matches=True)
+        golden.hold(self.engine, self.subject, self.main_pid)
+        golden.note(self.engine, new.key, self.main_pid, matches=True)
         told = {"golden": new.asdict(), "compared_by": new.compared_by, "tolerance": asdict(new.tolerance)}
         return self._outcome(changed, self._says(new) if changed else [], new.summary(), **{**told, **proof})
 

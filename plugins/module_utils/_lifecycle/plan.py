@@ -48,7 +48,7 @@ ADAPTERS = Step("adapters", "bring its adapters back and prove them", mutates=Fa
 WANTED = ("drained", "serving", "started", "stopped", "restarted", "asleep", "awake", "reloaded", "rolled_back")
 AWAKE = ("serving", "withdrawn", "draining", "drained")
 # What is proved on one host says nothing of the others of a group.
-NOT_OF_GROUPS = {"asleep": "put to sleep", "reloaded": "reloaded", "rolled_back": "taken back"}
+NOT_OF_GROUPS = {"asleep": "put to sleep", "reloaded": "reloaded"}
 # The purpose of a lease whose engine should sleep, and had to be stopped to free its memory.
 STOPPED_FOR_SLEEP = "stopped for sleep"
 
@@ -268,9 +268,13 @@ def _headless(wanted: str, now: Observation, options: Options) -> list[Step]:
         if now.state == "starting":
             return [START]
         return [] if runs else [*lease, START]
+    down = [] if now.state == "stopped" else [STOP]
+    if wanted == "rolled_back":
+        put = _put_back(now, options)
+        return [] if runs and not put and now.stale is False else [*lease, *down, *put, START]
     if runs and options.run and now.restarted_by == options.run:
         return []
-    return [*lease, *([] if now.state == "stopped" else [STOP]), START]
+    return [*lease, *down, START]
 
 
 def _started(now: Observation, options: Options) -> list[Step]:
@@ -299,20 +303,25 @@ def _restarted(now: Observation, options: Options) -> list[Step]:
 
 def _rolled_back(now: Observation, options: Options) -> list[Step]:
     """To the last proved configuration that is another than the one on disk, once for each run."""
-    back = now.went_back or {}
+    put = _put_back(now, options)
+    if not put and now.state in AWAKE and now.stale is False:
+        return _finish(now, options)
     down = [] if now.state == "stopped" else _down(now, options)
+    return [*_lease(now, options, "rolled_back"), *down, *put, START, *_back(now)]
+
+
+def _put_back(now: Observation, options: Options) -> list[Step]:
+    """Nothing where this run has put the files in place; whether a process runs with them is another matter."""
+    back = now.went_back or {}
     if options.run and back.get("run") == options.run and back.get("config_digest") == now.config_digest:
-        # This run has put it in place; whether a process runs with it is another matter.
-        if now.state in AWAKE and now.stale is False:
-            return _finish(now, options)
-        return [*_lease(now, options, "rolled_back"), *down, START, *_back(now)]
+        return []
     if now.goes_back is None:
         raise Refused(
             f"engine '{now.engine}' on {now.host} has no other configuration that was ever proved, so there is nothing "
             "to go back to",
             next_step="correct the inventory and run playbooks/site.yml",
         )
-    return [*_lease(now, options, "rolled_back"), *down, ROLL_BACK, START, *_back(now)]
+    return [ROLL_BACK]
 
 
 def _asleep(now: Observation, options: Options) -> list[Step]:

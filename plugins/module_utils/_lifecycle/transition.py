@@ -320,6 +320,8 @@ class Transition:
                 "gpu_mib": self._gpu_mib(),
                 "started": lease.last_start(self.config.engine),
             }
+        if self.config.headless:
+            generations.promote(self.config)  # by whoever has proved its head
         lease.release(self.config.engine)
 
     def _withdraw(self) -> None:

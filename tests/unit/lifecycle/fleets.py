@@ -51,42 +51,11 @@ if what == "configure":
 QUICK = {"vllm_roll_capacity_timeout": 1, "vllm_drain_capacity_timeout": 1, "vllm_sleep_capacity_timeout": 1}
 
 
-class Fleet:
-    """Hosts of one inventory, each with its engines and the names under which these serve.
+class Upgradable:
+    """What an upgrade needs of hosts that are in ``declared``, with an inventory in ``folder``."""
 
-    ``settings`` are those of a host.
-    """
-
-    def __init__(self, world, engines: dict[str, dict[str, str]], **settings) -> None:
-        self.hosts, self.declared = {}, {}
-        for name, models in engines.items():
-            self.hosts[name] = host = world(gate=True, engines=tuple(models), start=False, **settings)
-            for engine, model in models.items():
-                options = host.root / f"etc/vllm/engines/{engine}.yaml"
-                options.write_text(
-                    options.read_text().replace("served-model-name: tiny", f"served-model-name: {model}")
-                )
-                host.change(f"etc/vllm/lifecycle/{engine}.json", served_model_name=model)
-            host.start()
-            instances = [
-                {
-                    "name": engine,
-                    "model": "/srv/models/tiny",
-                    "served_model_name": model,
-                    "port": host.gate.ports[engine],
-                    "gpus": host.gpu.uuids,
-                }
-                for engine, model in models.items()
-            ]
-            self.declared[name] = {
-                "vllm_host_control_python": host.python(),
-                "ansible_python_interpreter": host.python(),
-                "vllm_gate_address": "127.0.0.1",
-                "sim_root": str(host.root),
-                "vllm_engine_instances": instances,
-            }
-        self.folder = next(iter(self.hosts.values())).root / "inventory"
-        self.folder.mkdir()
+    folder: Path
+    declared: dict[str, dict]
 
     def want(self, name: str, digest: str, version: str, **options) -> None:
         """What the inventory says of a host's engine chat; ``fault`` is among the options of the simulated vLLM."""
@@ -125,6 +94,44 @@ class Fleet:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(tasks))
         return top
+
+
+class Fleet(Upgradable):
+    """Hosts of one inventory, each with its engines and the names under which these serve.
+
+    ``settings`` are those of a host.
+    """
+
+    def __init__(self, world, engines: dict[str, dict[str, str]], **settings) -> None:
+        self.hosts, self.declared = {}, {}
+        for name, models in engines.items():
+            self.hosts[name] = host = world(gate=True, engines=tuple(models), start=False, **settings)
+            for engine, model in models.items():
+                options = host.root / f"etc/vllm/engines/{engine}.yaml"
+                options.write_text(
+                    options.read_text().replace("served-model-name: tiny", f"served-model-name: {model}")
+                )
+                host.change(f"etc/vllm/lifecycle/{engine}.json", served_model_name=model)
+            host.start()
+            instances = [
+                {
+                    "name": engine,
+                    "model": "/srv/models/tiny",
+                    "served_model_name": model,
+                    "port": host.gate.ports[engine],
+                    "gpus": host.gpu.uuids,
+                }
+                for engine, model in models.items()
+            ]
+            self.declared[name] = {
+                "vllm_host_control_python": host.python(),
+                "ansible_python_interpreter": host.python(),
+                "vllm_gate_address": "127.0.0.1",
+                "sim_root": str(host.root),
+                "vllm_engine_instances": instances,
+            }
+        self.folder = next(iter(self.hosts.values())).root / "inventory"
+        self.folder.mkdir()
 
     def play(self, book: str, *arguments: str, rc: int = 0, routers: dict | None = None, **variables) -> str:
         collections = self.stand_in() if book == "rolling_upgrade.yml" else None

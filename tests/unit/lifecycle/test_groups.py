@@ -12,6 +12,7 @@ import signal
 import pytest
 
 from ansible_collections.baremetal.vllm.tests.sim.systemd import Unit
+from ansible_collections.baremetal.vllm.tests.unit.lifecycle.fleets import Upgradable, changes
 from ansible_collections.baremetal.vllm.tests.unit.lifecycle.world import begin_playbook, run_playbook, wait_for
 
 pytestmark = pytest.mark.long
@@ -19,16 +20,16 @@ pytestmark = pytest.mark.long
 MODEL = {"name": "chat", "model": "/srv/models/tiny"}
 
 
-class Fleet:
+class Fleet(Upgradable):
     """h1 is the head of a group, h2 its headless part, h3 serves alone."""
 
-    def __init__(self, world) -> None:
+    def __init__(self, world, **settings) -> None:
         group = {"group": "large"}
         # The headless one first: the last one that was made is where modules of this process would run.
         self.hosts = {
-            "h2": world(gpus=1, doors=True, headless=True, declared={**group, "headless": True}),
-            "h1": world(gate=True, gpus=1, declared=group),
-            "h3": world(gate=True, gpus=1),
+            "h2": world(gpus=1, headless=True, declared={**group, "headless": True}, **{"doors": True, **settings}),
+            "h1": world(gate=True, gpus=1, declared=group, **settings),
+            "h3": world(gate=True, gpus=1, **settings),
         }
         self.declared = {
             "h1": self.host("h1", **group),
@@ -41,10 +42,25 @@ class Fleet:
         host = self.hosts[name]
         port = {"port": host.gate.ports["chat"]} if host.gate else {}
         variables = {"vllm_host_control_python": host.python(), "vllm_gate_address": "127.0.0.1"}
-        return {**variables, "vllm_engine_instances": [{**MODEL, **port, **keys}]}
+        variables["ansible_python_interpreter"] = host.python()
+        return {**variables, "sim_root": str(host.root), "vllm_engine_instances": [{**MODEL, **port, **keys}]}
 
     def play(self, book: str, *arguments: str, rc: int = 0, **variables) -> str:
-        return run_playbook(book, self.declared, self.folder, *arguments, rc=rc, **variables)
+        collections = self.stand_in() if book == "rolling_upgrade.yml" else None
+        return run_playbook(book, self.declared, self.folder, *arguments, rc=rc, collections=collections, **variables)
+
+    def upgrade(self, *arguments: str, rc: int = 0, **variables) -> str:
+        given = {"vllm_upgrade_soak": 0, "vllm_upgrade_min_speed_ratio": 0, "vllm_upgrade_capacity_timeout": 5}
+        return flat(self.play("rolling_upgrade.yml", *arguments, rc=rc, **given, **variables))
+
+    def runtimes(self) -> dict[str, str]:
+        """Those that the processes were started with."""
+        found = {}
+        for name, host in self.hosts.items():
+            ready = json.loads((host.root / "var/lib/vllm/chat/ready.json").read_text())
+            assert str(ready["main_pid"]) == self.unit(name)["MainPID"]
+            found[name] = ready["runtime_version"]
+        return dict(sorted(found.items()))
 
     def unit(self, name: str) -> dict[str, str]:
         host = self.hosts[name]
@@ -67,6 +83,12 @@ class Fleet:
 @pytest.fixture
 def fleet(world):
     return Fleet(world)
+
+
+@pytest.fixture
+def upgradable(world):
+    """Its starts are those of the units, so that each has a configuration to go back to."""
+    return Fleet(world, doors=True, unit={"Restart": "no"})
 
 
 def flat(text: str) -> str:
@@ -198,3 +220,90 @@ def test_a_group_counts_as_one_where_engines_are_taken_out(fleet):
     fleet.play("drain.yml", "--limit=h2")  # a part is nothing that requests come to
     assert fleet.leases() == {"h3": "operator"}
     assert fleet.pids() == before
+
+
+OLD = dict.fromkeys(("h1", "h2", "h3"), "0.33.0")
+
+
+def test_a_group_is_upgraded_as_one(upgradable):
+    for name in upgradable.hosts:
+        upgradable.want(name, "b", "0.33.1")
+    before, files = upgradable.pids(), {name: host.files() for name, host in upgradable.hosts.items()}
+    upgradable.upgrade("--check")
+    assert (upgradable.pids(), {name: host.files() for name, host in upgradable.hosts.items()}) == (before, files)
+    assert "this run leaves out h2/chat. No engine was touched" in upgradable.upgrade("--limit=h1,h3", rc=2)
+    said = upgradable.upgrade()
+    assert "3 of 3 host(s) have engines to change; first h1, h2, then h3." in said
+    assert upgradable.runtimes() == dict.fromkeys(OLD, "0.33.1")
+    assert (upgradable.serve(), upgradable.leases()) == (["h1", "h3"], {})
+    head, part, alone = upgradable.unit("h1"), upgradable.unit("h2"), upgradable.unit("h3")
+
+    def order(*moments: tuple[dict, str]) -> list[int]:
+        return [int(unit[f"{moment}TimestampMonotonic"]) for unit, moment in moments]
+
+    went = order(
+        (head, "InactiveEnter"), (part, "InactiveEnter"), (part, "ActiveEnter"), (head, "ActiveEnter"),
+        (alone, "InactiveEnter"),
+    )  # fmt: skip
+    assert went == sorted(went)
+    before, files = upgradable.pids(), {name: host.files() for name, host in upgradable.hosts.items()}
+    assert changes(upgradable.upgrade()) == dict.fromkeys(upgradable.hosts, 0)
+    assert (upgradable.pids(), {name: host.files() for name, host in upgradable.hosts.items()}) == (before, files)
+
+
+@pytest.mark.parametrize("broken", ["h1", "h2"])
+def test_a_group_goes_back_as_one(upgradable, broken):
+    before = upgradable.pids()
+    for name in upgradable.hosts:
+        upgradable.want(name, "b", "0.33.1", **({"fault": "start_crash"} if name == broken else {}))
+    said = upgradable.upgrade(rc=2)
+    assert "No further host is touched" in said
+    assert "Engine core initialization failed" in said
+    other = {"h1": "h2", "h2": "h1"}[broken]
+    assert f"{broken}, with which it has a group, has failed" in said, other
+    assert said.count("It went back to what it ran before, was proved with it and serves.") >= 2
+    assert upgradable.runtimes() == OLD
+    assert (upgradable.serve(), upgradable.leases()) == (["h1", "h3"], {})
+    assert upgradable.pids()["h3"] == before["h3"]
+    assert upgradable.pids()["h2"] != before["h2"]
+    # Corrected, the same command brings it there.
+    for name in upgradable.hosts:
+        upgradable.want(name, "c", "0.33.2")
+    upgradable.upgrade()
+    assert upgradable.runtimes() == dict.fromkeys(OLD, "0.33.2")
+
+
+@pytest.mark.parametrize("fault", ["", "start_crash"])
+def test_settings_of_the_head_alone_restart_all_of_its_group(upgradable, fault):
+    before = upgradable.pids()
+    was = {name: json.loads(host.chat.declared.read_text())["config_digest"] for name, host in upgradable.hosts.items()}
+    upgradable.want("h1", "b", "0.33.0", **({"fault": fault} if fault else {}))
+    for name in ("h2", "h3"):
+        upgradable.want(name, was[name], "0.33.0")
+    said = upgradable.upgrade(rc=2 if fault else 0)
+    assert "2 of 3 host(s) have engines to change; first h1, h2, then none." in said
+    now = {name: json.loads(host.chat.declared.read_text())["config_digest"] for name, host in upgradable.hosts.items()}
+    assert now == {**was, "h1": was["h1"] if fault else "b"}
+    assert (upgradable.serve(), upgradable.leases()) == (["h1", "h3"], {})
+    assert [name for name, pid in upgradable.pids().items() if pid == before[name]] == ["h3"]
+
+
+def test_an_upgrade_of_a_group_that_is_killed_is_gone_on_with(upgradable):
+    for name in upgradable.hosts:
+        upgradable.want(name, "b", "0.33.1")
+    running = begin_playbook(
+        "rolling_upgrade.yml",
+        upgradable.declared,
+        upgradable.folder,
+        collections=upgradable.stand_in(),
+        vllm_upgrade_soak=0,
+    )
+    wait_for(lambda: upgradable.unit("h2")["ActiveState"] == "inactive", "the headless engine is stopped")
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(running.pid, signal.SIGKILL)
+    running.communicate(timeout=60)
+    assert upgradable.serve() == ["h3"]
+    said = upgradable.upgrade()
+    assert "first h1, h2, then h3" in said
+    assert upgradable.runtimes() == dict.fromkeys(OLD, "0.33.1")
+    assert (upgradable.serve(), upgradable.leases()) == (["h1", "h3"], {})

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from ansible_collections.baremetal.vllm.plugins.filter import fleet, groups, switching, upgrade
+from ansible_collections.baremetal.vllm.plugins.filter import fleet, groups, switching
 
 HEAD = {"name": "chat", "model": "/srv/models/m", "port": 8001, "group": "large"}
 PART = {"name": "chat", "model": "/srv/models/m", "group": "large", "headless": True}
@@ -194,24 +194,29 @@ def test_reconcile_leaves_a_group_that_does_not_run_to_a_roll():
     assert [one["alone"] for one in abandoned(state="headless", headless=True, lease=expired)] == [True]
 
 
-def test_playbooks_that_cannot_change_a_group_refuse_it():
+def test_a_group_takes_no_turns():
     engine = {
         "state": "serving", "group": "large", "stale": False, "config_digest": "1", "lease": None, "started": None,
         "unit": None, "reasons": [], "gpus": None, "runtime_version": "0.32.0",
     }  # fmt: skip
-    want = {"config_digest": "1", "runtime_version": "0.32.0", "preload": False, "start": True}
-
-    def upgraded(want, **changes):
-        return upgrade.vllm_upgrade_plan({"chat": {**engine, **changes}}, {"chat": want})
-
-    for fine in (upgraded(want), upgraded({**want, "start": False}, state="stopped", stale=None)):
-        assert (fine["refused"], fine["change"], fine["part"]) == ([], [], "done")
-    for other in (upgraded({**want, "config_digest": "2"}), upgraded(want, stale=True), upgraded(want, stale=None)):
-        (why,) = other["refused"]
-        assert "'chat' is of group 'large'" in why and "playbooks/rolling_restart.yml" in why
-        assert other["change"] == other["write"] == []
-
     instances = [{"name": "chat", "gpus": [0]}, {"name": "code", "gpus": [0]}]
     both = {"chat": engine, "code": {**engine, "group": "", "state": "asleep", "level": 1, "sleep": None}}
     (why,) = switching.vllm_switch_plan(both, instances, ["code"])["refused"]
     assert "'chat' is of group 'large', which neither sleeps nor wakes" in why
+
+
+@pytest.mark.parametrize(
+    ("of", "together"),
+    [
+        ({"a": [], "b": [], "c": []}, [["a"], ["b"], ["c"]]),
+        ({"a": ["g"], "b": [], "c": ["g"]}, [["a", "c"], ["b"]]),
+        ({"a": [], "b": ["g"], "c": ["g"], "d": []}, [["a"], ["b", "c"], ["d"]]),
+        (
+            {"a": ["g"], "b": ["h"], "c": ["i"], "d": ["h", "g"]},
+            [["a", "b", "d"], ["c"]],
+        ),  # one host brings two together
+        ({}, []),
+    ],
+)
+def test_hosts_of_a_group_are_side_by_side(of, together):
+    assert groups.hosts_together(list(of), of) == together

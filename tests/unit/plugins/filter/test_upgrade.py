@@ -90,12 +90,119 @@ def test_engines_without_a_golden_are_named(by, unproved):
 )
 def test_the_order_of_hosts(canaries, canary, rest, control):
     parts = {"e1": "todo", "e2": "done", "e3": "first", "e4": "todo"}
-    hostvars = {host: {"__vllm_upgrade_plan": {"part": part}} for host, part in parts.items()}
-    assert upgrade.vllm_upgrade_order(list(parts), hostvars, canaries) == {
+    found = upgrade.vllm_upgrade_order(list(parts), placed(parts), canaries)
+    assert {key: found[key] for key in ("canary", "rest", "control")} == {
         "canary": canary,
         "rest": rest,
         "control": control,
     }
+    assert found["peers"] == {host: [host] for host in ("e3", "e1", "e4")}
+
+
+def placed(parts, groups=()):
+    """Hosts with an engine each, which is of a group where ``groups`` says so."""
+    return {
+        host: {
+            "__vllm_upgrade_plan": {"part": part, "drain": ["chat"] if part == "todo" else []},
+            "__vllm_upgrade_seen": {"engines": {"chat": {"group": dict(groups).get(host, "")}}},
+        }
+        for host, part in parts.items()
+    }
+
+
+def test_the_hosts_of_a_group_follow_each_other_and_count_as_one():
+    parts = {"e1": "todo", "e2": "todo", "e3": "done", "e4": "todo", "e5": "first", "e6": "done"}
+    groups = {"e2": "large", "e4": "large", "e3": "wide", "e5": "wide"}
+    hosts = list(parts)
+    found = upgrade.vllm_upgrade_order(hosts, placed(parts, groups), 1, [1, "50%"])
+    assert found == {
+        "canary": ["e3", "e5"],  # the group that does not serve
+        "rest": ["e1", "e2", "e4"],
+        "control": ["e1"],
+        "peers": {"e1": ["e1"], "e2": ["e2", "e4"], "e3": ["e3", "e5"], "e4": ["e2", "e4"], "e5": ["e3", "e5"]},
+        "serial": {"canary": [2], "rest": [1, 2]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("batch", "serial"),
+    [
+        (1, [2, 1, 3, 1]),
+        ("1", [2, 1, 3, 1]),
+        (2, [3, 4]),
+        ("25%", [2, 1, 3, 1]),
+        ("50%", [3, 4]),
+        ("1%", [2, 1, 3, 1]),
+        ([1, "75%"], [2, 5]),
+        ([1, 2], [2, 4, 1]),
+        (9, [7]),
+    ],
+)
+def test_a_batch_is_of_groups(batch, serial):
+    parts = dict.fromkeys(("a1", "a2", "b", "c1", "c2", "c3", "d"), "todo")
+    groups = {"a1": "a", "a2": "a", "c1": "c", "c2": "c", "c3": "c"}
+    found = upgrade.vllm_upgrade_order(list(parts), placed(parts, groups), 0, batch)
+    assert found["serial"] == {"canary": [1], "rest": serial}
+
+
+def grouped(**changes):
+    return {**seen(**changes), "group": "large"}
+
+
+def headless(**changes):
+    return {**grouped(**{"state": "headless", "by": None, **changes}), "headless": True}
+
+
+def as_one(engines, wants):
+    """The plans of the hosts, each with one engine, before and after the groups are looked at."""
+    hostvars = {
+        host: {
+            "__vllm_upgrade_seen": {"engines": {"chat": engine}},
+            "__vllm_upgrade_plan": upgrade.vllm_upgrade_plan(
+                {"chat": engine}, {"chat": {**WANT, **wants.get(host, {})}}
+            ),
+        }
+        for host, engine in engines.items()
+    }
+    return {
+        host: upgrade.vllm_upgrade_together(values["__vllm_upgrade_plan"], list(hostvars), hostvars, host)
+        for host, values in hostvars.items()
+    }
+
+
+NEW = {"runs": "new", "disk": "new"}
+
+
+@pytest.mark.parametrize(
+    ("head", "part", "parts"),
+    [
+        # the part of the plan that the head and the headless engine have, and which only goes along
+        (grouped(), headless(), ["change", "change"]),
+        (grouped(**NEW), headless(**NEW), [None, None]),
+        (grouped(), headless(**NEW), ["change", "along"]),
+        (grouped(**NEW), headless(), ["along", "change"]),
+        (grouped(**NEW), headless(runs="new", disk="old"), [None, "write"]),
+        (grouped(), headless(runs="new", disk="old"), ["change", "change"]),
+        (grouped(**NEW, state="withdrawn", lease=OURS), headless(**NEW, lease=OURS), ["finish", "finish"]),
+        (
+            grouped(**NEW, state="withdrawn", lease=OURS),
+            headless(**NEW, state="failed", lease=OURS),
+            ["along", "change"],
+        ),
+        ({**grouped(), "group": "wide"}, headless(**NEW), ["change", None]),
+        ({**grouped(), "group": ""}, headless(**NEW), ["change", None]),
+    ],
+)
+def test_all_of_a_group_change_or_none(head, part, parts):
+    plans = as_one({"h1": head, "h2": part}, {})
+    found = []
+    for plan in plans.values():
+        names = [name for name in ("change", "finish", "write", "along") if plan[name]]
+        found.append("along" if names == ["change", "along"] else names[0] if names else None)
+    assert found == parts
+    assert [plan["headless"] for plan in plans.values()] == [[], ["chat"]]
+    assert plans["h2"]["drain"] == [], "its head drains for it"
+    assert plans["h2"]["unproved"] == [], "its head is proved for it"
 
 
 @pytest.mark.parametrize(
@@ -115,8 +222,44 @@ def test_the_order_of_hosts(canaries, canary, rest, control):
     ],
 )
 def test_the_way_back(left, way):
-    found = upgrade.vllm_upgrade_way({"chat": left}, {"chat": WANT}, {"change": ["chat"], "finish": []})
+    found = upgrade.vllm_upgrade_way({"chat": left}, {"chat": WANT}, {"change": ["chat"], "finish": [], "along": []})
     assert {name: engines for name, engines in found.items() if engines} == way
+
+
+@pytest.mark.parametrize(
+    ("head", "part", "along", "ways"),
+    [
+        # nothing was stopped yet
+        (grouped(state="drained"), headless(), "", [["serve"], ["serve"]]),
+        # the head is stopped, the headless engine not yet
+        (grouped(state="stopped", pid=0), headless(), "", [["restart", "serve"], ["restart", "serve"]]),
+        (grouped(state="stopped", pid=0), headless(disk="new"), "", [["restart", "serve"], ["back", "serve"]]),
+        (grouped(state="failed", disk="new"), headless(**NEW), "", [["back", "serve"], ["back", "serve"]]),
+        # the headless engine keeps its configuration, and was restarted with the others
+        (grouped(state="failed", disk="new"), headless(**NEW), "h2", [["back", "serve"], ["restart", "serve"]]),
+        (grouped(state="failed", disk="new"), headless(disk="new", back=False), "", [["lost"], ["lost"]]),
+        (grouped(state="stopped"), headless(disk="new", back=False), "", [["lost"], ["lost"]]),
+        (
+            {**grouped(state="failed", disk="new"), "group": ""},
+            headless(disk="new", back=False),
+            "",
+            [["back", "serve"], ["lost"]],
+        ),
+        ({**grouped(state="failed", disk="new"), "group": ""}, headless(), "", [["back", "serve"], ["serve"]]),
+    ],
+)
+def test_all_of_a_group_go_back_or_none(head, part, along, ways):
+    hostvars = {}
+    for host, left in {"h1": head, "h2": part}.items():
+        plan = {"change": ["chat"], "finish": [], "along": ["chat"] if host == along else []}
+        hostvars[host] = {
+            "__vllm_upgrade_left": {"engines": {"chat": left}},
+            "__vllm_upgrade_way": upgrade.vllm_upgrade_way({"chat": left}, {"chat": WANT}, plan),
+        }
+    for host, way in zip(hostvars, ways, strict=True):
+        found = upgrade.vllm_upgrade_way_together(hostvars[host]["__vllm_upgrade_way"], list(hostvars), hostvars, host)
+        assert sorted(name for name, engines in found.items() if engines) == sorted(way)
+        assert all(engines in ([], ["chat"]) for engines in found.values())
 
 
 def watched(requests, errors=0, first=0.05, token=0.01):

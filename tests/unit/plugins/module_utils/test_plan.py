@@ -160,7 +160,10 @@ TABLE = {
     ("headless", "asleep"): (HEADLESS, Refused),
     ("headless", "awake"): (HEADLESS, []),
     ("headless", "reloaded"): (HEADLESS, Refused),
-    ("headless", "rolled_back"): (HEADLESS, Refused),
+    ("headless", "rolled_back"): (
+        dataclasses.replace(HEADLESS, goes_back=GENERATION),
+        ["lease", "stop", "roll_back", "start"],
+    ),
 }
 
 
@@ -265,8 +268,8 @@ def test_a_headless_engine_is_restarted_once_for_each_run():
 
 @pytest.mark.parametrize("wanted", WANTED)
 def test_the_head_of_a_group_changes_as_any_engine_but_for_what_one_host_cannot_prove(wanted):
-    head = observation(group="large")
-    if wanted in ("asleep", "reloaded", "rolled_back"):
+    head = dataclasses.replace(observation(group="large"), goes_back=GENERATION)
+    if wanted in ("asleep", "reloaded"):
         with pytest.raises(Refused, match="'chat' on e1 is serving and of group 'large'"):
             plan(wanted, head, OPTIONS)
     else:
@@ -522,6 +525,18 @@ def test_going_back_is_done_once_for_each_run_and_needs_somewhere_to_go():
     assert names(plan("rolled_back", killed, OPTIONS._replace(run="r1"))) == BACK
     earlier = dataclasses.replace(STOPPED, went_back=mark, config_digest="old", lease=held)
     assert names(plan("rolled_back", earlier, OPTIONS._replace(run="r1"))) == ["start", *BACK]
+
+
+def test_a_headless_engine_goes_back_once_for_each_run():
+    run = OPTIONS._replace(run="r1")
+    with pytest.raises(Refused, match="nothing to go back to"):
+        plan("rolled_back", HEADLESS, run)
+    there = dataclasses.replace(
+        HEADLESS, went_back={"run": "r1", "config_digest": "old"}, config_digest="old", stale=False
+    )
+    assert plan("rolled_back", there, run) == []
+    assert names(plan("rolled_back", dataclasses.replace(there, stale=True), run)) == ["lease", "stop", "start"]
+    assert names(plan("rolled_back", dataclasses.replace(there, state="stopped"), run)) == ["lease", "start"]
 
 
 @pytest.mark.parametrize("wanted", ["started", "restarted"])

@@ -25,17 +25,22 @@ def fleet():
 
 
 @pytest.fixture
-def rows(request):
-    """What the tests add up to: a report, and a table at the end."""
-    return request.config.stash[ROWS]
+def add_row(request):
+    """What the tests add up to: a report, written after each of them, and a table at the end."""
+
+    def add(row):
+        rows = request.config.stash[ROWS]
+        rows.append(row)
+        REPORT.parent.mkdir(exist_ok=True)
+        REPORT.write_text(json.dumps({"schema": "baremetal.vllm/chaos", "version": 1, "rows": rows}, indent=1) + "\n")
+
+    return add
 
 
 def pytest_terminal_summary(terminalreporter, config):
     rows = config.stash[ROWS]
     if not rows:
         return
-    REPORT.parent.mkdir(exist_ok=True)
-    REPORT.write_text(json.dumps({"schema": "baremetal.vllm/chaos", "version": 1, "rows": rows}, indent=1) + "\n")
     terminalreporter.section(str(REPORT))
     table = [dict(zip(COLUMNS, COLUMNS, strict=True)), *rows]
     widths = {name: max(len(str(row[name])) for row in table) for name in COLUMNS}

@@ -189,7 +189,7 @@ def cases() -> list[t.Any]:
 
 
 @pytest.mark.parametrize(("name", "step"), cases())
-def test_a_fault_in_a_roll(fleet, rows, tmp_path, name, step):
+def test_a_fault_in_a_roll(fleet, add_row, tmp_path, name, step):
     fault = FAULTS[name]
     assert [fleet.ready(host) for host in fleet.engines] == [200] * 3, "all serve before"
     before = fleet.main_pid(HOST)
@@ -219,7 +219,7 @@ def test_a_fault_in_a_roll(fleet, rows, tmp_path, name, step):
     states = [(fleet.ready(host), fleet.active(host), fleet.lease(host)) for host in fleet.engines]
     well = states == [(200, "active", None)] * 3 and fleet.main_pid(HOST) != before
     counts = seen["counts"]
-    rows.append(
+    add_row(
         {
             "fault": name,
             "step": step,

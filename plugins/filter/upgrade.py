@@ -67,7 +67,7 @@ def vllm_upgrade_plan(engines: Engines, wants: Engines) -> dict[str, t.Any]:
         no golden has proved; ``headless`` are those of all that have no API server; ``refused`` says why; ``part`` of
         the fleet is first, todo or done.
     """
-    plan: dict[str, t.Any] = {"change": [], "finish": [], "write": [], "refused": [], "along": []}
+    plan: dict[str, t.Any] = {"change": [], "finish": [], "write": [], "refused": [], "along": [], "keep": []}
     for name, want in sorted(wants.items()):
         if name not in engines:
             plan["refused"].append(f"engine '{name}' is not on this host yet; run playbooks/site.yml")
@@ -100,22 +100,28 @@ def vllm_upgrade_together(
 ) -> dict[str, t.Any]:
     """The plan of a host that has engines of groups: where one of a group changes, all of it do.
 
-    :returns: the plan, with those that only change with the others under ``along``, too; their configuration stays.
+    :returns: the plan, with those that only change with the others under ``along``, too, whose configuration stays; and
+        under ``keep`` the headless ones that are proved now, since their heads serve.
     """
     engines = hostvars[host]["__vllm_upgrade_seen"]["engines"]
-    changing = set()
+    changing, serving = set(), set()
     for other in hosts:
         seen = hostvars[other]["__vllm_upgrade_seen"]["engines"]
         changing |= {seen[name].get("group") for name in hostvars[other]["__vllm_upgrade_plan"]["change"]}
+        serving |= {one.get("group") for one in seen.values() if one["state"] == "serving"}
     more = [
         name
         for name, engine in engines.items()
         if engine.get("group") in changing - {None, ""} and name not in plan["change"]
     ]
+    change = sorted([*plan["change"], *more])
     return _completed(
         {
             **plan,
-            "change": sorted([*plan["change"], *more]),
+            "change": change,
+            "keep": [
+                name for name in change if engines[name]["state"] == "headless" and engines[name]["group"] in serving
+            ],
             "along": [name for name in more if name not in plan["write"]],
             **{part: [name for name in plan[part] if name not in more] for part in ("finish", "write")},
         },

@@ -58,6 +58,11 @@ def put_aside(engine: EngineConfig, report: t.Callable[[str], None]) -> None:
     store.write_json(directory / "meta.json", {**meta, "runtime": runtime})
 
 
+def unkept(engine: EngineConfig) -> bool:
+    """Whether the last start was not proved, or not yet."""
+    return _meta(engine.engine, CANDIDATE) is not None
+
+
 def promote(engine: EngineConfig, speed: t.Mapping[str, t.Any] | None = None) -> None:
     """The start whose candidate was put aside is proved.
 

@@ -92,6 +92,8 @@ class Observation:
     # Which run went back last, and to which configuration; the configuration that is on disk now.
     went_back: dict[str, t.Any] | None = None
     config_digest: str = ""
+    # Of a headless engine: whether what its process was started with is not yet kept as proved, which its head decides.
+    unkept: bool = False
     # The digest of the checkpoint that its process has loaded, "" where that is not on record.
     weights_digest: str = ""
     # Why its process is due for a restart: its sleeps have left too much memory behind.
@@ -229,6 +231,7 @@ def observe(config: EngineConfig, before: Observation | None = None) -> Observat
         promised_mib=looker.look("promises", lambda: footprint.promised_mib(config.engine)) or 0,
         goes_back=looker.look("generations", lambda: generations.target(config)),
         went_back=looker.look("generations", lambda: generations.went_back(config)),
+        unkept=config.headless and bool(looker.look("generations", lambda: generations.unkept(config))),
         config_digest=config.config_digest,
         weights_digest=looker.look("weights", lambda: lease.loaded_weights(config.engine, unit.main_pid)) or ""
         if unit

@@ -35,6 +35,7 @@ PROVE = Step("prove", "prove it by a completion", mutates=False)
 ADMIT = Step("admit", "admit it at {door}")
 AWAIT_READY = Step("await_ready", "wait until {ready}", mutates=False)
 RELEASE = Step("release", "release the lease")
+KEEP = Step("keep", "keep the configuration that its head was proved with", mutates=False)
 
 SLEEP = Step("sleep", "put it to sleep")
 WAKE = Step("wake", "wake it")
@@ -250,13 +251,14 @@ def _serving(now: Observation) -> list[Step]:
 def _headless(wanted: str, now: Observation, options: Options) -> list[Step]:
     """Of an engine without an API server only the unit can be changed. Its head drains and proves for the whole group.
 
-    So the lease of such a change stays until ``serving``, which whoever has proved the head asks for.
+    So the lease of such a change stays until ``serving``, which whoever has proved the head asks for; with it, what the
+    process was started with counts as proved.
     """
     runs = now.state == "headless"
     if wanted == "serving":
         if not runs:
             _refuse(now, wanted, "restart its group with playbooks/rolling_restart.yml")
-        return _release(now)
+        return [*([KEEP] if now.unkept else []), *_release(now)]
     if wanted in ("drained", "awake"):
         return []
     lease = _lease(now, options, wanted)

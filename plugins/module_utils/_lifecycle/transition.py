@@ -320,8 +320,6 @@ class Transition:
                 "gpu_mib": self._gpu_mib(),
                 "started": lease.last_start(self.config.engine),
             }
-        if self.config.headless:
-            generations.promote(self.config)  # by whoever has proved its head
         lease.release(self.config.engine)
 
     def _withdraw(self) -> None:
@@ -686,6 +684,9 @@ class Transition:
                     next_step="stop or put to sleep what holds the memory, and run this again",
                     left={"holders": others, "needed_mib": needed, "free_mib": device.free_mib},
                 )
+
+    def _keep(self) -> None:
+        generations.promote(self.config)
 
     def _roll_back(self) -> None:
         self.extra["went_back_to"] = generations.target(self.config)

@@ -202,6 +202,8 @@ def test_all_of_a_group_change_or_none(head, part, parts):
     assert found == parts
     assert [plan["headless"] for plan in plans.values()] == [[], ["chat"]]
     assert plans["h2"]["drain"] == [], "its head drains for it"
+    proved = plans["h2"]["change"] and (head["state"], head["group"], part["state"]) == ("serving", "large", "headless")
+    assert plans["h2"]["keep"] == (["chat"] if proved else [])
     assert plans["h2"]["unproved"] == [], "its head is proved for it"
 
 

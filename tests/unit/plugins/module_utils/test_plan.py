@@ -527,6 +527,14 @@ def test_going_back_is_done_once_for_each_run_and_needs_somewhere_to_go():
     assert names(plan("rolled_back", earlier, OPTIONS._replace(run="r1"))) == ["start", *BACK]
 
 
+def test_what_a_headless_engine_was_started_with_is_kept_once_its_head_is_proved():
+    started = dataclasses.replace(HEADLESS, unkept=True)
+    assert names(plan("serving", started, OPTIONS)) == ["keep"]
+    assert names(plan("serving", dataclasses.replace(started, lease=lease()), OPTIONS)) == ["keep", "release"]
+    assert predict(started, plan("serving", started, OPTIONS), OPTIONS) == started.summary()
+    assert names(plan("stopped", started, OPTIONS)) == ["lease", "stop"]
+
+
 def test_a_headless_engine_goes_back_once_for_each_run():
     run = OPTIONS._replace(run="r1")
     with pytest.raises(Refused, match="nothing to go back to"):

@@ -60,7 +60,7 @@ def vllm_calendar(schedule: t.Any, now: t.Any) -> dict[str, t.Any]:
     """
     windows, wrong = _read(schedule)
     if wrong:
-        raise AnsibleFilterError("vllm_schedule: " + "; ".join(wrong))
+        raise AnsibleFilterError("vllm_schedule: " + "; ".join(wrong) + " (runbook: calendar)")
     at = _moment(now)
     spans = [span for window in windows for span in _spans(window, at, 9)]
     opened = sorted((span for span in spans if span.begin <= at < span.end), key=lambda span: span.window.name)
@@ -207,7 +207,9 @@ def _moment(now: t.Any) -> datetime:
         except ValueError:
             value = None
     if not isinstance(value, datetime) or value.utcoffset() is None:
-        raise AnsibleFilterError(f"{now!r} is no time with an offset, such as 2026-03-29T02:30:00+01:00")
+        raise AnsibleFilterError(
+            f"{now!r} is no time with an offset, such as 2026-03-29T02:30:00+01:00 (runbook: calendar)"
+        )
     return value.astimezone(timezone.utc)
 
 

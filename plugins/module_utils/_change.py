@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ._glue import ENGINES, chosen_engines, fail
+from ._glue import ENGINES, chosen_engines, fail, refuse_option
 from ._lifecycle import config
 from ._lifecycle.adapters_change import AdapterWish, change_adapters
 from ._lifecycle.errors import LifecycleError
@@ -98,7 +98,7 @@ def _refuse_bad_numbers(module: AnsibleModule) -> None:
             numbers[name] = module.params[name]
     for name, value in numbers.items():
         if not 0 < value < 1e9:
-            module.fail_json(msg=f"{name} must be above 0, not {value:g}", changed=False)
+            refuse_option(module, f"{name} must be above 0, not {value:g}")
 
 
 def exit_with(module: AnsibleModule, changes: dict[str, t.Callable[[], Outcome]], many: str = "engines") -> t.NoReturn:
@@ -114,7 +114,14 @@ def exit_with(module: AnsibleModule, changes: dict[str, t.Callable[[], Outcome]]
         outcomes = dict(zip(changes, pool.map(one, changes.values())))
     errors = {name: found for name, found in outcomes.items() if isinstance(found, LifecycleError)}
     results = {
-        name: {"failed": True, "msg": found.text, "changed": False, "actions": [], **found.details}
+        name: {
+            "failed": True,
+            "msg": found.text,
+            "runbook": found.entry,
+            "changed": False,
+            "actions": [],
+            **found.details,
+        }
         if isinstance(found, LifecycleError)
         else found
         for name, found in outcomes.items()
@@ -138,6 +145,6 @@ def exit_with(module: AnsibleModule, changes: dict[str, t.Callable[[], Outcome]]
         first = next(iter(errors.values()))
         first.details = {**result, "left": {name: found.details.get("left") for name, found in errors.items()}}
         if len(errors) > 1:
-            first.args = ("; ".join(str(found) for found in errors.values()),)
+            first.args = ("; ".join(f"{found} {found.reference}" for found in errors.values()),)
         fail(module, first)
     module.exit_json(**result)

@@ -29,12 +29,17 @@ ONE_OR_MORE: dict[str, t.Any] = {
 
 def fail(module: AnsibleModule, error: LifecycleError, **result: t.Any) -> t.NoReturn:
     """The one place where a library error becomes a module failure."""
-    keys = {**result, **error.details, "next_step": error.next_step}
+    keys = {**result, **error.details, "next_step": error.next_step, "runbook": error.entry}
     if isinstance(error, MissingLibrary):
         reason = "baremetal.vllm talks to engines with it"
         keys["import_error"] = error.import_error
         module.fail_json(msg=f"{missing_required_lib(error.library, reason=reason)} {error.text}", **keys)
     module.fail_json(msg=error.text, **keys)
+
+
+def refuse_option(module: AnsibleModule, msg: str) -> t.NoReturn:
+    """An option has a value that its type allows and its meaning does not; nothing was touched."""
+    fail(module, UsageError(msg, entry="option-value"), changed=False)
 
 
 def chosen_engines(module: AnsibleModule, every: bool = False) -> list[str]:
@@ -45,5 +50,5 @@ def chosen_engines(module: AnsibleModule, every: bool = False) -> list[str]:
     if names is None and every:
         return config.known_engines()
     if not names:
-        raise UsageError("engines is empty", next_step="name at least one engine")
+        raise UsageError("engines is empty", entry="option-value", next_step="name at least one engine")
     return list(dict.fromkeys(names))

@@ -189,7 +189,7 @@ next_step:
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.baremetal.vllm.plugins.module_utils._change import CHANGE, run_change
-from ansible_collections.baremetal.vllm.plugins.module_utils._glue import ONE_OR_MORE
+from ansible_collections.baremetal.vllm.plugins.module_utils._glue import ONE_OR_MORE, refuse_option
 
 
 def main() -> None:
@@ -205,9 +205,9 @@ def main() -> None:
         **ONE_OR_MORE,
     )
     if module.params["state"] == "rolled_back" and not module.params["run"]:
-        module.fail_json(msg="state rolled_back needs run, a name for this change: it is made once", changed=False)
+        refuse_option(module, "state rolled_back needs run, a name for this change: it is made once")
     if not 0 <= module.params["min_speed_ratio"] < 10:
-        module.fail_json(msg="min_speed_ratio is a share, from 0 to 10", changed=False)
+        refuse_option(module, "min_speed_ratio is a share, from 0 to 10")
     run_change(module, module.params["state"])
 
 

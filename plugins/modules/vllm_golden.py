@@ -239,7 +239,13 @@ import functools
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.baremetal.vllm.plugins.module_utils._change import exit_with
-from ansible_collections.baremetal.vllm.plugins.module_utils._glue import ENGINES, ONE_OR_MORE, chosen_engines, fail
+from ansible_collections.baremetal.vllm.plugins.module_utils._glue import (
+    ENGINES,
+    ONE_OR_MORE,
+    chosen_engines,
+    fail,
+    refuse_option,
+)
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import config, golden, golden_change
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.errors import LifecycleError
 
@@ -265,9 +271,9 @@ def main() -> None:
     )
     params = module.params
     if not 0 < params["timeout"] < 1e9:
-        module.fail_json(msg=f"timeout must be above 0, not {params['timeout']:g}", changed=False)
+        refuse_option(module, f"timeout must be above 0, not {params['timeout']:g}")
     if params["max_tokens"] is not None and not 0 < params["max_tokens"] <= golden.MOST_TOKENS:
-        module.fail_json(msg=f"max_tokens must be from 1 to {golden.MOST_TOKENS}", changed=False)
+        refuse_option(module, f"max_tokens must be from 1 to {golden.MOST_TOKENS}")
     tolerance = params["tolerance"] or {}
     wanted = golden_change.Wanted(
         state=params["state"],

@@ -80,7 +80,7 @@ engines:
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.baremetal.vllm.plugins.module_utils._glue import ENGINES, chosen_engines, fail
+from ansible_collections.baremetal.vllm.plugins.module_utils._glue import ENGINES, chosen_engines, fail, refuse_option
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import config
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.errors import LifecycleError
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.observe import observe
@@ -95,7 +95,7 @@ def main() -> None:
     )
     lines = module.params["journal"]
     if lines < 0:
-        module.fail_json(msg=f"journal is {lines}; it is a number of lines", changed=False)
+        refuse_option(module, f"journal is {lines}; it is a number of lines")
     seen = {}
     try:
         for name in chosen_engines(module, every=True):

@@ -140,7 +140,7 @@ next_step:
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.baremetal.vllm.plugins.module_utils._change import exit_with
-from ansible_collections.baremetal.vllm.plugins.module_utils._glue import fail
+from ansible_collections.baremetal.vllm.plugins.module_utils._glue import fail, refuse_option
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.errors import LifecycleError
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.preload import load
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.preload_change import change_preload
@@ -159,7 +159,7 @@ def main() -> None:
     )
     params = module.params
     if params["timeout"] <= 0:
-        module.fail_json(msg=f"timeout must be above 0, not {params['timeout']:g}", changed=False)
+        refuse_option(module, f"timeout must be above 0, not {params['timeout']:g}")
     try:
         daemon = load(params["daemon"])
     except LifecycleError as exc:

@@ -103,6 +103,7 @@ from ansible_collections.baremetal.vllm.plugins.module_utils._glue import (
     ONE_OR_MORE,
     chosen_engines,
     fail,
+    refuse_option,
 )
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import config
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.errors import LifecycleError
@@ -123,9 +124,9 @@ def main() -> None:
     )
     params = module.params
     if not 0 <= params["seconds"] < 1e6:
-        module.fail_json(msg="seconds must be from 0 to 1000000", changed=False)
+        refuse_option(module, "seconds must be from 0 to 1000000")
     if not 0 <= params["max_error_share"] <= 1:
-        module.fail_json(msg="max_error_share must be from 0 to 1", changed=False)
+        refuse_option(module, "max_error_share must be from 0 to 1")
     try:
         engines = {name: config.load(name) for name in chosen_engines(module)}
         since = {name: read_back(params["since"][name]) for name in engines if name in params["since"]}
@@ -143,12 +144,15 @@ def main() -> None:
     with ThreadPoolExecutor(max_workers=len(engines)) as pool:
         found = dict(zip(engines, pool.map(one, engines)))
     results = {
-        name: {"failed": True, "msg": one.text, **one.details} if isinstance(one, LifecycleError) else one
+        name: {"failed": True, "msg": one.text, "runbook": one.entry, **one.details}
+        if isinstance(one, LifecycleError)
+        else one
         for name, one in found.items()
     }
     errors = [one for one in found.values() if isinstance(one, LifecycleError)]
     if errors:
-        errors[0].args = ("; ".join(str(one) for one in errors),)
+        if len(errors) > 1:
+            errors[0].args = ("; ".join(f"{one} {one.reference}" for one in errors),)
         fail(module, errors[0], changed=False, engines=results)
     module.exit_json(changed=False, engines=results)
 

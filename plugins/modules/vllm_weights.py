@@ -190,7 +190,7 @@ next_step:
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.baremetal.vllm.plugins.module_utils._glue import fail
+from ansible_collections.baremetal.vllm.plugins.module_utils._glue import fail, refuse_option
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import weights
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.errors import LifecycleError
 
@@ -212,7 +212,7 @@ def main() -> None:
     )
     params = module.params
     if not 0 < params["timeout"] < 1e9:
-        module.fail_json(msg=f"timeout must be above 0, not {params['timeout']:g}", changed=False)
+        refuse_option(module, f"timeout must be above 0, not {params['timeout']:g}")
     try:
         result = weights.bring(
             params["path"],

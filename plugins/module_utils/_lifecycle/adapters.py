@@ -74,10 +74,12 @@ def read_record(engine: str, unit: UnitState) -> Record:
         record = t.cast(Record, config.build(Record, value, str(path)))
         whole = all({"path", "digest", "proved"} <= set(one) for one in record.adapters.values())
         if not whole or any(len(row) != 3 for row in record.cached):
-            raise UsageError(f"{path} is no record of adapters")
+            raise UsageError(f"{path} is no record of adapters", entry="record-broken")
     except UsageError as exc:
         raise UsageError(
-            str(exc), next_step=f"remove {path}; the adapters are then loaded anew, which wants the engine drained"
+            str(exc),
+            entry="record-broken",
+            next_step=f"remove {path}; the adapters are then loaded anew, which wants the engine drained",
         ) from exc
     return record if (record.main_pid, record.invocation) == (unit.main_pid, unit.invocation) else empty
 
@@ -270,7 +272,11 @@ def check_declared(engine: EngineConfig, wanted: t.Sequence[AdapterConfig]) -> N
         elif not posixpath.isabs(one.path) or posixpath.normpath(one.path) != one.path or one.path.startswith("//"):
             why = f"its path '{one.path}' is not absolute and plain (no '..', no slash twice or at its end)"
         if why:
-            raise UsageError(f"{here}: adapter '{one.name}': {why}", next_step="correct adapters and run this again")
+            raise UsageError(
+                f"{here}: adapter '{one.name}': {why}",
+                entry="adapter-refused",
+                next_step="correct adapters and run this again",
+            )
         seen.add(one.name)
 
 
@@ -288,6 +294,7 @@ def inspect(engine: EngineConfig, adapter: AdapterConfig) -> None:
     if not {"adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt"} & set(seen):
         raise UsageError(
             f"{here}: {adapter.path} has no adapter_model.safetensors",
+            entry="adapter-refused",
             next_step="give the directory that holds it, beside adapter_config.json",
         )
     try:
@@ -299,18 +306,21 @@ def inspect(engine: EngineConfig, adapter: AdapterConfig) -> None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise UsageError(
             f"{here}: {adapter.path}/adapter_config.json is not one of a LoRA adapter ({exc!r})",
+            entry="adapter-refused",
             next_step="copy the adapter's directory again, as it was saved",
         ) from exc
     if adapter.base and base != adapter.base:
         raise Refused(
             f"{here} was made for the base model '{base}', not for '{adapter.base}'; vLLM does not compare them, and "
             "loads even what does not fit",
+            entry="adapter-refused",
             next_step="correct the adapter's path or base",
         )
     limit = engine.lora.max_rank if engine.lora else None
     if limit is not None and rank > limit:
         raise Refused(
             f"{here} has rank {rank}, and the engine takes {limit} at most (max-lora-rank)",
+            entry="adapter-refused",
             next_step=f"set max-lora-rank: {rank} or more in the engine's config and restart it",
         )
 
@@ -325,6 +335,7 @@ def check_room(engine: EngineConfig, names: t.Collection[str]) -> None:
             f"engine '{engine.engine}' on {socket.gethostname()} keeps {room} adapter(s) in memory (max-cpu-loras) and "
             f"would have {len(names)}: {', '.join(sorted(names))}. vLLM would read dropped ones again while it serves, "
             "and die when their files are gone",
+            entry="adapter-refused",
             next_step=f"set max-cpu-loras: {len(names)} or more in the engine's config and restart it, or use fewer",
         )
 
@@ -336,6 +347,7 @@ def check_enabled(engine: EngineConfig) -> None:
     if not engine.traits.lora:
         raise UsageError(
             f"engine '{engine.engine}' on {socket.gethostname()} is configured without LoRA",
+            entry="adapter-refused",
             next_step="set enable-lora: true in its config, run playbooks/site.yml and restart it",
         )
 
@@ -349,12 +361,14 @@ def check_updating(engine: EngineConfig, capabilities: t.Collection[str] | None)
     if capabilities is None:
         raise UnknownState(
             f"{here}: whether adapters can be loaded into it was not seen",
+            entry="state-unknown",
             next_step="look at vllm_info, and run this again",
         )
     if "lora_update" in capabilities:
         return
     raise Refused(
         f"{here} has no /v1/load_lora_adapter (404): {VARIABLE}=1 was not set when it started",
+        entry="adapter-refused",
         next_step="declare the adapters in vllm_engine_instances, with which the role sets it, and restart the engine",
     )
 
@@ -373,6 +387,7 @@ def preflight(engine: EngineConfig) -> None:
         raise UsageError(
             f"engine '{engine.engine}' on {socket.gethostname()} has adapters, and {engine.env_file} does not set "
             f"{VARIABLE}=1",
+            entry="declaration-broken",
             next_step="run playbooks/site.yml again, which writes it",
         )
     for adapter in engine.adapters:

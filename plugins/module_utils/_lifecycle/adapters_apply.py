@@ -88,11 +88,15 @@ class Hands:
             if all(seen.name != name for seen in self._served()):
                 self._note(name, None, before)
             raise LifecycleError(
-                f"{self._here(name)} was not loaded: {exc}", next_step=self._way_out(exc), **exc.details
+                f"{self._here(name)} was not loaded: {exc}",
+                entry="adapter-not-changed",
+                next_step=self._way_out(exc),
+                **exc.details,
             ) from exc
         except Unreachable as exc:
             raise UnknownState(
                 f"{self._here(name)}: whether it was loaded is not known: {exc}",
+                entry="adapter-not-changed",
                 next_step="run this again, which looks first; if the engine stays silent, restart it with vllm_engine",
             ) from exc
         self._must_be_listed(one.adapter)
@@ -100,6 +104,7 @@ class Hands:
             self._withdraw(name)
             raise Surprise(
                 f"{self._here(name)}: the files in {path} changed while it was loaded; it was unloaded again",
+                entry="adapter-unproved",
                 next_step="wait until the copy is complete and run this again",
             )
 
@@ -122,6 +127,7 @@ class Hands:
                 + (
                     "does not list it" if seen is None else f"has it from '{seen.root}' with the parent '{seen.parent}'"
                 ),
+                entry="adapter-not-changed",
                 next_step="run this again; if it stays so, restart the engine with vllm_engine",
             )
 
@@ -140,12 +146,14 @@ class Hands:
             if exc.status != 404:
                 raise LifecycleError(
                     f"{self._here(name)} was not unloaded: {exc}",
+                    entry="adapter-not-changed",
                     next_step=f"read journalctl -u {self.config.unit} and run this again",
                     **exc.details,
                 ) from exc
         if any(one.name == name for one in self._served()):
             raise Surprise(
                 f"{self._here(name)} was unloaded with status 200, yet /v1/models still lists it",
+                entry="adapter-not-changed",
                 next_step="run this again; if it stays so, restart the engine with vllm_engine",
             )
         self._note(name, None)
@@ -162,6 +170,7 @@ class Hands:
                         f"engine '{self.config.engine}' on {socket.gethostname()} did not reset its prefix cache "
                         f"within {self.deadline.seconds:g} s, which requests in flight prevent; its changed adapters "
                         "stay out",
+                        entry="adapter-not-changed",
                         next_step="drain it with vllm_drain and run this again, or put changed content at a new path",
                     ) from exc
         kept = [[name, str(one["path"]), str(one["digest"])] for name, one in self.record.adapters.items()]
@@ -212,6 +221,7 @@ class Hands:
         if self.deadline.left <= 0:
             raise DeadlineExceeded(
                 f"{self._here(name)}: the timeout of {self.deadline.seconds:g} s ended before it was proved",
+                entry="adapter-not-changed",
                 next_step="run this again with a longer timeout; it goes on where this one ended",
             )
         return min(CALL_TIMEOUT, self.deadline.left)
@@ -225,6 +235,7 @@ class Hands:
                 said = "; it was unloaded again"
         raise Surprise(
             f"{self._here(name)} gives no right answer{said}: {exc}",
+            entry="adapter-unproved",
             next_step=f"read journalctl -u {self.config.unit}; see whether the adapter was made for this model",
             **exc.details,
         ) from exc
@@ -236,6 +247,7 @@ class Hands:
         raise Surprise(
             f"{self._here(name)} has no effect: it answers {len(self._asked)} prompts as the model "
             f"'{self.config.served_model_name}' itself does" + ("; it was unloaded again" if unload else ""),
+            entry="adapter-unproved",
             next_step="see whether its files are the trained ones, and made for this model (vLLM skips tensors whose "
             "names it does not know); an adapter that is to change nothing needs prove: false",
         )

@@ -90,6 +90,7 @@ def plan_change(now: Observation, config: EngineConfig, wanted: t.Sequence[Wante
     if held is not None and held.held_against(wish.lease.owner, time.time()) and not wish.force:
         raise Refused(
             f"engine '{now.engine}' on {now.host} is held by {held.owner}",
+            entry="lease-held",
             next_step="wait until that lease is released or expires, or use force: true",
             lease=held.owner,
         )
@@ -103,6 +104,7 @@ def plan_change(now: Observation, config: EngineConfig, wanted: t.Sequence[Wante
         raise Refused(
             f"engine '{now.engine}' on {now.host} has had other content of an adapter under the same name and path, "
             "and without development endpoints its prefix cache cannot be reset: answers would mix old and new",
+            entry="adapter-in-use",
             next_step="restart it with vllm_engine, or put the new content at a new path",
         )
     if now.paused and "prove" in kinds:
@@ -127,6 +129,7 @@ def _cannot(now: Observation) -> t.NoReturn:
     error = UnknownState if now.state == "unknown" else Refused
     raise error(
         f"engine '{now.engine}' on {now.host} is {now.state}{why}: its adapters cannot be changed",
+        entry="state-unknown" if now.state == "unknown" else "wrong-state",
         next_step=hints.get(now.state, "wait until it has settled and run this again"),
         reasons=now.reasons,
         unseen=now.unseen,
@@ -148,6 +151,7 @@ def _may_unload(now: Observation, actions: t.Sequence[Action], force: bool) -> N
     raise Refused(
         f"engine '{now.engine}' on {now.host} is {now.state}, and clients may be using what would go ({says}): their "
         "next requests for it would get 404" + (f"; requests for {', '.join(busy)} are in flight" if busy else ""),
+        entry="adapter-in-use",
         next_step="drain it with vllm_drain, run this again, and put it back (state=serving); or use force: true",
         left={"in_flight": now.in_flight, "sessions": sessions, "in_use": busy},
     )
@@ -164,6 +168,7 @@ def _may_resume(now: Observation) -> None:
         f"engine '{now.engine}' on {now.host} is {now.state} and paused, "
         + ("with requests that would go on" if now.has_gate else "and without a gate requests would reach it")
         + " if it were resumed to prove its adapters",
+        entry="adapter-in-use",
         next_step="put it back with vllm_drain state=serving, then run this again",
     )
 
@@ -284,6 +289,7 @@ class _Change:
             raise Surprise(
                 f"engine '{self.config.engine}' on {socket.gethostname()} is {'not' if pause else 'still'} paused "
                 f"after {'/pause' if pause else '/resume'}",
+                entry="pause-unproved",
                 next_step="restart it with vllm_engine state=restarted",
             )
 
@@ -303,6 +309,7 @@ class _Change:
             raise Surprise(
                 f"engine '{self.config.engine}' on {after.host} has not the adapters that were wanted: "
                 + "; ".join(f"'{name}': {why}" for name, why in left.items()),
+                entry="not-converged",
                 next_step="look at vllm_info; run this again to converge",
                 left=left,
             )

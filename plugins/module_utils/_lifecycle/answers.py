@@ -197,7 +197,7 @@ def parse(asked: Question, value: t.Mapping[str, t.Any], model: str, max_tokens:
             answer, wrong = _parse_vector(asked.kind, value)
     except (KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as exc:
         what = "completion" if asked.kind in GENERATES else asked.kind
-        raise Surprise(f"{where} answered 200 without a {what}: {str(value)[:120]!r}") from exc
+        raise Surprise(f"{where} answered 200 without a {what}: {str(value)[:120]!r}", entry="answer-unusable") from exc
     return answer, stranger or wrong
 
 

@@ -81,7 +81,7 @@ class Balancer(ABC):
 
     def __init__(self, config: EngineConfig) -> None:
         if config.admission is None:
-            raise UsageError(f"engine '{config.engine}' names no balancer")
+            raise UsageError(f"engine '{config.engine}' names no balancer", entry="declaration-broken")
         self.engine = config.engine
         self.config: AdmissionConfig = config.admission
 
@@ -136,6 +136,7 @@ class Balancer(ABC):
             raise Surprise(
                 f"engine '{self.engine}' on {socket.gethostname()} was to be {word}, and after that was told: "
                 f"{state.differs}",
+                entry="balancer-disagrees",
                 next_step="look at the balancer's own state of that server (its weight counts as well), then run this "
                 "again",
             )
@@ -149,7 +150,11 @@ class Balancer(ABC):
         found = store.read_json(path) or {}
         words: dict[str, str] = {key: found[key] for key in ("admission", "proved") if key in found}
         if words.get("admission", "open") not in ADMISSIONS or words.get("proved", "0") not in ("0", "1"):
-            raise Surprise(f"{path} says {words}", next_step=f"remove {path}, then admit or withdraw the engine again")
+            raise Surprise(
+                f"{path} says {words}",
+                entry="record-broken",
+                next_step=f"remove {path}, then admit or withdraw the engine again",
+            )
         return words
 
     def _write(self, words: dict[str, str]) -> None:

@@ -108,9 +108,15 @@ def await_serving(pools: t.Sequence[Pool], timeout: float) -> dict[str, t.Any]:
     for pool in pools:
         for name, url in {**pool.others, **pool.going}.items():
             if not _is_url(url):
-                raise UsageError(f"endpoint {name} is {url!r}, which is no URL", next_step="use http://ADDRESS:PORT")
+                raise UsageError(
+                    f"endpoint {name} is {url!r}, which is no URL",
+                    entry="option-value",
+                    next_step="use http://ADDRESS:PORT",
+                )
         if pool.min_serving < 0:
-            raise UsageError(f"{pool.name}: min_serving is {pool.min_serving}", next_step="use a number from 0")
+            raise UsageError(
+                f"{pool.name}: min_serving is {pool.min_serving}", entry="min-serving", next_step="use a number from 0"
+            )
     counted = [pool for pool in pools if pool.min_serving]
     gone = _ask_all({url for pool in counted for url in pool.going.values()})
     counted = [
@@ -133,6 +139,7 @@ def await_serving(pools: t.Sequence[Pool], timeout: float) -> dict[str, t.Any]:
                     + "; ".join(f"{name}: {why}" for name, why in row["left"].items())
                     for row in short
                 ),
+                entry="too-few-serving",
                 next_step="bring those back first (playbooks/status.yml shows them), or lower min_serving",
                 pools=rows,
                 left={name: why for row in short for name, why in row["left"].items()},
@@ -151,6 +158,7 @@ def _check(pool: Pool) -> None:
     if pool.min_serving > len(pool.others):
         raise UsageError(
             f"{pool.title}: min_serving is {pool.min_serving}, yet {len(pool.others)} engine(s) are left to serve",
+            entry="min-serving",
             next_step="lower min_serving, or the batch",
         )
     uncounted = {name: ask(url).why for name, url in pool.others.items() if url.startswith(UNCOUNTED)}
@@ -158,6 +166,7 @@ def _check(pool: Pool) -> None:
         raise Refused(
             f"{pool.title}: {pool.min_serving} of {len(pool.others)} other engine(s) must serve, and nobody can be "
             "asked about " + "; ".join(f"{name}: {why}" for name, why in uncounted.items()),
+            entry="too-few-serving",
             next_step="lower min_serving to what the others give, and look at these with playbooks/status.yml; or let "
             "their HAProxies be asked over TCP",
             pools=[],

@@ -74,6 +74,7 @@ def real(path: str) -> Path:
     if not os.path.isabs(path):
         raise UsageError(
             f"'{path}' is no absolute path: only a checkpoint on disk has a manifest of its files",
+            entry="checkpoint-broken",
             next_step="give the directory that holds it, as an absolute path",
         )
     try:
@@ -104,6 +105,7 @@ def scan(path: str) -> dict[str, Seen]:
     if not any(name.endswith(WEIGHTS) for name in found):
         raise UsageError(
             f"host {socket.gethostname()}: {path} holds no weight file ({', '.join(WEIGHTS)})",
+            entry="checkpoint-broken",
             next_step="correct the path, or download the checkpoint",
         )
     return found
@@ -121,6 +123,7 @@ def _scan_directory(
     if (here.st_dev, here.st_ino) in above:
         raise UsageError(
             f"host {socket.gethostname()}: {directory} leads back to a directory above it",
+            entry="checkpoint-broken",
             next_step=f"remove the link (namei -l {directory})",
         )
     above = (*above, (here.st_dev, here.st_ino))
@@ -137,6 +140,7 @@ def _scan_directory(
         if len(found) > MAX_FILES:
             raise UsageError(
                 f"host {socket.gethostname()}: {top} holds more than {MAX_FILES} files, so it is no checkpoint",
+                entry="checkpoint-broken",
                 next_step="give the directory of one checkpoint",
             )
 
@@ -166,6 +170,7 @@ def _stamp(path: str) -> Stamp:
     if not stat.S_ISREG(seen.st_mode):
         raise UsageError(
             f"host {socket.gethostname()}: {path} is neither a file nor a directory",
+            entry="checkpoint-broken",
             next_step=f"remove it from the checkpoint (ls -l {path})",
         )
     return Stamp.of(seen)
@@ -183,13 +188,14 @@ def check_readable(path: str, seen: t.Mapping[str, Seen], user: str) -> None:
         who = pwd.getpwnam(user)
     except (KeyError, ValueError):
         raise UsageError(
-            f"host {here} has no user '{user}'", next_step="run the role baremetal.vllm.vllm_host"
+            f"host {here} has no user '{user}'", entry="service-user", next_step="run the role baremetal.vllm.vllm_host"
         ) from None
     if who.pw_uid == os.geteuid():
         return
     if os.geteuid() != 0:
         raise UsageError(
             f"host {here}: only root can find out what user {user} can read, this runs as user {_me()}",
+            entry="not-root",
             next_step="use become: true, or sudo",
         )
     files = [one.path for one in seen.values()]
@@ -198,6 +204,7 @@ def check_readable(path: str, seen: t.Mapping[str, Seen], user: str) -> None:
         raise UsageError(
             f"host {here}: user {user} could run no Python within {PROBE_TIMEOUT:g} s ({sys.executable}, "
             f"{_SYSTEM_PYTHON}), so it is not known whether it can read {path}",
+            entry="service-user",
             next_step="run the role baremetal.vllm.vllm_host; if the file system hangs, 'findmnt -T' names it",
         )
     if failed:
@@ -234,6 +241,7 @@ def unreadable(path: str, exc: Exception, user: str = "") -> UsageError:
         reason = f"it is a link to {os.readlink(path)}, where nothing can be reached"
     return UsageError(
         f"host {socket.gethostname()}: user {user or _me()} cannot read {path}: {reason}",
+        entry="file-unreadable",
         next_step=f"look at 'namei -l {path}', which shows owner and mode of the whole way, and correct them",
         unreadable=path,
         user=user or _me(),

@@ -134,5 +134,6 @@ def _wait(
             raise DeadlineExceeded(
                 f"engine '{engine}' on {socket.gethostname()} waited {deadline.seconds:g} s for engine '{other}', "
                 f"which is still being changed on {uuid}",
+                entry="gpu-busy",
                 next_step=f"read journalctl -u vllm-engine@{other}.service; run this again when it is done",
             )

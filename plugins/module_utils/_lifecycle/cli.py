@@ -117,7 +117,7 @@ def _add_golden(commands: t.Any) -> None:
 
 def _golden(arguments: argparse.Namespace) -> dict[str, t.Any]:
     if arguments.max_tokens is not None and not 0 < arguments.max_tokens <= golden.MOST_TOKENS:
-        raise UsageError(f"--max-tokens must be from 1 to {golden.MOST_TOKENS}")
+        raise UsageError(f"--max-tokens must be from 1 to {golden.MOST_TOKENS}", entry="option-value")
     wanted = golden_change.Wanted(
         state={"record": "recorded", "match": "matching"}[arguments.verb],
         prompts=_json_file(arguments.prompts, list) if arguments.prompts else (),
@@ -140,9 +140,13 @@ def _json_file(path: str, kind: type) -> t.Any:
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as exc:
-        raise UsageError(f"{path} cannot be read: {exc}", next_step="name a JSON file") from exc
+        raise UsageError(f"{path} cannot be read: {exc}", entry="option-value", next_step="name a JSON file") from exc
     if not isinstance(value, kind):
-        raise UsageError(f"{path} holds no JSON {'list' if kind is list else 'object'}", next_step="correct the file")
+        raise UsageError(
+            f"{path} holds no JSON {'list' if kind is list else 'object'}",
+            entry="option-value",
+            next_step="correct the file",
+        )
     return value
 
 
@@ -179,7 +183,7 @@ def _weights(arguments: argparse.Namespace) -> dict[str, t.Any]:
 def _metrics(arguments: argparse.Namespace) -> None:
     """What could not be looked at is told in the metrics, and is no failure of theirs."""
     if not 0 < arguments.timeout < 3600:
-        raise UsageError(f"--timeout must be above 0 and below 3600, not {arguments.timeout:g}")
+        raise UsageError(f"--timeout must be above 0 and below 3600, not {arguments.timeout:g}", entry="option-value")
     text, complaints = exposition.run(arguments.timeout)
     for complaint in complaints:
         _report(complaint, sys.stderr)

@@ -87,6 +87,7 @@ def prepare(config: EngineConfig, report: Report) -> None:
         raise Refused(
             f"engine '{config.engine}' on {socket.gethostname()} failed again after {config.compile_cache} had been "
             f"purged, so the cache is not the cause: {record['repeated']}",
+            entry="compile-cache",
             next_step=f"read journalctl -u {config.unit}, correct the cause, then start it again",
         )
 
@@ -140,6 +141,7 @@ def _purge(config: EngineConfig) -> bool:
     except OSError as exc:
         raise LifecycleError(
             f"engine '{config.engine}' on {socket.gethostname()}: {path} cannot be removed: {exc}",
+            entry="compile-cache",
             next_step=f"remove {path} by hand, then start the engine again",
         ) from exc
     return True

@@ -227,10 +227,15 @@ def build(cls: type, value: t.Any, where: str) -> t.Any:
     :raises UsageError: a key is missing or has the wrong type.
     """
     if not isinstance(value, dict):
-        raise UsageError(f"{where} is no JSON object", next_step="run playbooks/site.yml again, which writes it")
+        raise UsageError(
+            f"{where} is no JSON object",
+            entry="declaration-broken",
+            next_step="run playbooks/site.yml again, which writes it",
+        )
     if "schema" in value and value["schema"] != 1:
         raise UsageError(
             f"{where} has schema {value['schema']!r}, this library reads 1",
+            entry="declaration-broken",
             next_step="run playbooks/site.yml again, which brings files and library to one version",
         )
     fields = cls.__dataclass_fields__  # type: ignore[attr-defined]
@@ -253,7 +258,9 @@ def build(cls: type, value: t.Any, where: str) -> t.Any:
         complaint = f"wrong type for {', '.join(wrong)}"
     except TypeError as exc:
         complaint = str(exc).partition(" ")[2]
-    raise UsageError(f"{where}: {complaint}", next_step="run playbooks/site.yml again, which writes it")
+    raise UsageError(
+        f"{where}: {complaint}", entry="declaration-broken", next_step="run playbooks/site.yml again, which writes it"
+    )
 
 
 def known_engines() -> list[str]:
@@ -273,6 +280,7 @@ def load(engine: str) -> EngineConfig:
         there = ", ".join(known_engines()) or "none"
         raise UsageError(
             f"host {socket.gethostname()} has no engine '{engine}'; engines declared there: {there}",
+            entry="engine-unknown",
             next_step="correct the name, or declare the engine in vllm_engine_instances and run playbooks/site.yml",
             known=known_engines(),
         )
@@ -301,6 +309,7 @@ def load_daemon(daemon: str) -> PreloadConfig:
         there = ", ".join(known_daemons()) or "none"
         raise UsageError(
             f"host {socket.gethostname()} has no preload daemon '{daemon}'; daemons declared there: {there}",
+            entry="daemon-unknown",
             next_step="correct the name, or declare the daemon in vllm_preload_instances and run playbooks/site.yml",
             known=known_daemons(),
         )

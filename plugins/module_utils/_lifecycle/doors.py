@@ -91,6 +91,7 @@ def wanted(config: EngineConfig) -> None:
         raise Refused(
             f"engine '{config.engine}' on {socket.gethostname()} is not started by itself: {held.owner} has put it to "
             f"sleep ({held.reason or 'no reason given'})",
+            entry="start-held-back",
             next_step="wake it (playbooks/wake.yml), give it its place (playbooks/switch.yml), or start it with "
             "vllm_engine state=started",
             lease=held.owner,
@@ -111,19 +112,23 @@ def preflight(config: EngineConfig, report: Report) -> None:
     here = socket.gethostname()
     if not (store.root() / "run/systemd/system").is_dir():
         raise UsageError(
-            f"host {here} was not booted with systemd", next_step="use a host that was booted with systemd"
+            f"host {here} was not booted with systemd",
+            entry="systemd-missing",
+            next_step="use a host that was booted with systemd",
         )
     try:
         socket.getaddrinfo(here, None)
     except OSError as exc:
         raise UsageError(
             f"host {here} cannot resolve its own name ({exc}); the engine would hang without an error",
+            entry="host-name",
             next_step=f"add {here} to /etc/hosts",
         ) from exc
     python = Path(config.runtime) / "bin/python"
     if not python.exists():
         raise UsageError(
             f"engine '{config.engine}' on {here}: its runtime {config.runtime} has no bin/python",
+            entry="runtime-missing",
             next_step=f"run the role baremetal.vllm.vllm_runtime for version {config.runtime_version}",
         )
     _probe_as_user(config, python)
@@ -168,7 +173,9 @@ def _probe_as_user(config: EngineConfig, python: Path) -> None:
         user = pwd.getpwnam(config.user)
     except KeyError:
         raise UsageError(
-            f"host {here} has no user '{config.user}'", next_step="run the role baremetal.vllm.vllm_host"
+            f"host {here} has no user '{config.user}'",
+            entry="service-user",
+            next_step="run the role baremetal.vllm.vllm_host",
         ) from None
     identity: dict[str, t.Any] = {}
     if os.geteuid() == 0:
@@ -184,12 +191,14 @@ def _probe_as_user(config: EngineConfig, python: Path) -> None:
     except (OSError, process.TimeoutExpired) as exc:
         raise UsageError(
             f"engine '{config.engine}' on {here}: user {config.user} cannot run {python}: {exc}",
+            entry="runtime-missing",
             next_step="run the role baremetal.vllm.vllm_runtime again",
         ) from exc
     if done.returncode != 0:
         reason = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
         raise UsageError(
             f"engine '{config.engine}' on {here}, as user {config.user}: {reason[0]}",
+            entry="file-unreadable",
             next_step="correct the file or its permissions (namei -l shows the whole path), then start it again",
         )
 
@@ -201,7 +210,9 @@ def _free_socket(config: EngineConfig) -> None:
         pid = owners.listener(path)
     except OSError as exc:
         raise UsageError(
-            f"engine '{config.engine}' on {socket.gethostname()}: socket {path}: {exc}", next_step=f"look at {path}"
+            f"engine '{config.engine}' on {socket.gethostname()}: socket {path}: {exc}",
+            entry="socket-held",
+            next_step=f"look at {path}",
         ) from exc
     if pid is None:
         path.unlink(missing_ok=True)
@@ -209,6 +220,7 @@ def _free_socket(config: EngineConfig) -> None:
     raise Refused(
         f"engine '{config.engine}' on {socket.gethostname()}: process {pid} ({owners.command(pid)}) already "
         f"listens on {path}",
+        entry="socket-held",
         next_step=f"find its unit with 'systemctl status {pid}' and stop that unit",
         pid=pid,
     )
@@ -331,6 +343,7 @@ def _await_serving(
                 raise Surprise(
                     f"engine '{config.engine}' on {socket.gethostname()} serves {models}, not "
                     f"'{config.served_model_name}'",
+                    entry="wrong-model",
                     next_step=f"compare served-model-name in {config.config_file} with the engine's declaration",
                 )
             why = "/health is not 200"
@@ -342,6 +355,7 @@ def _await_serving(
         if not deadline.rest(POLL_INTERVAL):
             raise DeadlineExceeded(
                 f"engine '{config.engine}' on {socket.gethostname()} is not ready after {deadline.seconds:g} s: {why}",
+                entry="start-timeout",
                 next_step=f"read journalctl -u {config.unit}; raise start_timeout when the model is only large",
             )
 
@@ -350,6 +364,7 @@ def _alive(config: EngineConfig, main_pid: int, identity: int | None) -> None:
     if identity is None or process_start(main_pid) != identity:
         raise LifecycleError(
             f"engine '{config.engine}' on {socket.gethostname()}: its main process {main_pid} died before it was ready",
+            entry="unit-not-started",
             next_step=f"read journalctl -u {config.unit} above this line for the engine's own last words",
         )
 
@@ -363,7 +378,7 @@ class _DoorDrain(Transition):
         try:
             routed = self.door.observe().ready if self.door else False
         except LifecycleError as exc:
-            self.report(f"{config.engine}: {exc}")
+            self.report(f"{config.engine}: {exc} {exc.reference}")
         _unprove(config, self.report)
         if routed:
             self.report(f"{config.engine}: withdrawn; the router has {config.router_detection:g} s to notice")
@@ -371,13 +386,16 @@ class _DoorDrain(Transition):
         try:
             self._quiet(self.deadline)
         except AdmissionDown as exc:
-            self.report(f"{config.engine}: {exc}; the engine's own gauges decide")
+            self.report(f"{config.engine}: {exc}; the engine's own gauges decide {exc.reference}")
             self._quiet_without_gate()
 
     def _quiet_without_gate(self) -> None:
         while self.engine.metrics(CALL_TIMEOUT).in_flight:
             if not self.deadline.rest():
-                raise DeadlineExceeded(f"engine '{self.config.engine}' still works after {self.deadline.seconds:g} s")
+                raise DeadlineExceeded(
+                    f"engine '{self.config.engine}' still works after {self.deadline.seconds:g} s",
+                    entry="drain-timeout",
+                )
 
 
 def drain(config: EngineConfig, report: Report, main_pid: int) -> None:
@@ -403,6 +421,7 @@ def drain(config: EngineConfig, report: Report, main_pid: int) -> None:
         _unprove(config, report)
         raise LifecycleError(
             f"engine '{config.engine}' on {socket.gethostname()} does not answer, so nothing can be drained: {exc}",
+            entry="drain-impossible",
             next_step="the unit is stopped without a drain",
         ) from exc
     finally:
@@ -446,6 +465,7 @@ def settle(config: EngineConfig, report: Report) -> None:
             raise Refused(
                 f"engine '{config.engine}' on {socket.gethostname()}: its GPU memory is still held by "
                 + ", ".join(f"process {pid} ({owners.command(pid)}, {mib} MiB)" for pid, mib in holders.items()),
+                entry="gpu-memory-held",
                 next_step="stop what the processes belong to (systemctl status PID) before the next start",
                 left={"processes": holders},
             )
@@ -485,8 +505,8 @@ def _tell_gate(config: EngineConfig, proved: str, report: Report) -> None:
         door.set("proved", proved)
     except AdmissionDown as exc:
         when = f"read proved={proved} from {config.gate.map} when it starts" if config.gate else "be told again"
-        report(f"{config.engine}: {exc}; it will {when}")
+        report(f"{config.engine}: {exc}; it will {when} {exc.reference}")
     except Surprise as exc:
         if config.gate:
             raise
-        report(f"{config.engine}: {exc}; it is to be told again")
+        report(f"{config.engine}: {exc}; it is to be told again {exc.reference}")

@@ -113,7 +113,10 @@ def parse_metrics(text: str) -> Metrics:
             busy = max(busy or (0.0, []), (_number(name, value), sorted({*both.split(",")} - {""})))
     for index, named in states.items():
         if len(set(named)) > 1 or (named and named[0] not in SLEEP_STATES):
-            raise Surprise(f"vllm:engine_sleep_state of engine index {index} says {' and '.join(sorted(set(named)))}")
+            raise Surprise(
+                f"vllm:engine_sleep_state of engine index {index} says {' and '.join(sorted(set(named)))}",
+                entry="answer-unusable",
+            )
     return Metrics(
         running=gauges.get("vllm:num_requests_running"),
         waiting=gauges.get("vllm:num_requests_waiting"),
@@ -137,7 +140,7 @@ def _number(name: str, value: str) -> float:
     except ValueError:
         number = math.nan
     if not math.isfinite(number) or number < 0:
-        raise Surprise(f"metric {name} has the value {value!r}, which is no count")
+        raise Surprise(f"metric {name} has the value {value!r}, which is no count", entry="answer-unusable")
     return number
 
 
@@ -191,7 +194,7 @@ class Engine:
         answer = self.call("GET", "/version", timeout=timeout)
         version = answer.json_object().get("version")
         if not isinstance(version, str) or not version:
-            raise Surprise(f"{answer.url} names no version")
+            raise Surprise(f"{answer.url} names no version", entry="answer-unusable")
         return version
 
     def models(self, timeout: float) -> list[str]:
@@ -202,7 +205,7 @@ class Engine:
         answer = self.call("GET", "/v1/models", timeout=timeout)
         data = answer.json_object().get("data")
         if not isinstance(data, list) or not all(isinstance(m, dict) and isinstance(m.get("id"), str) for m in data):
-            raise Surprise(f"{answer.url} lists no models")
+            raise Surprise(f"{answer.url} lists no models", entry="answer-unusable")
         return [Served(m["id"], str(m.get("root") or ""), str(m.get("parent") or "")) for m in data]
 
     def load_adapter(self, name: str, path: str, timeout: float) -> None:
@@ -223,7 +226,9 @@ class Engine:
             return None
         value = answer.json_object().get(key)
         if not isinstance(value, bool):
-            raise Surprise(f"{answer.url} answered {key}={value!r}, which is neither true nor false")
+            raise Surprise(
+                f"{answer.url} answered {key}={value!r}, which is neither true nor false", entry="answer-unusable"
+            )
         return value
 
     def is_paused(self, timeout: float) -> bool | None:
@@ -240,7 +245,10 @@ class Engine:
         """Whether it has an endpoint that takes POST: a GET of it is 405, of none 404."""
         answer = self.call("GET", path, timeout=timeout)
         if answer.status not in (404, 405):
-            raise Surprise(f"{answer.url} answered HTTP {answer.status} to a GET, which is neither 404 nor 405")
+            raise Surprise(
+                f"{answer.url} answered HTTP {answer.status} to a GET, which is neither 404 nor 405",
+                entry="answer-unusable",
+            )
         return answer.status == 405
 
     def metrics(self, timeout: float) -> Metrics:
@@ -281,7 +289,7 @@ class Engine:
         answer = self.call("POST", "/collective_rpc", timeout=timeout, body={"method": "reload_weights"})
         results = answer.json_object().get("results")
         if not isinstance(results, list):
-            raise Surprise(f"{answer.url} lists no results by rank")
+            raise Surprise(f"{answer.url} lists no results by rank", entry="answer-unusable")
         return len(results)
 
     def reset_prefix_cache(self, timeout: float) -> None:
@@ -291,7 +299,9 @@ class Engine:
         """
         answer = self.call("POST", "/reset_prefix_cache", timeout=timeout)
         if (answer.text or not answer.ok) and answer.json_object().get("success") is not True:
-            raise Surprise(f"{answer.url} did not reset the prefix cache: {answer.text[:120]!r}")
+            raise Surprise(
+                f"{answer.url} did not reset the prefix cache: {answer.text[:120]!r}", entry="answer-unusable"
+            )
 
     def complete(self, *, prompt_tokens: int, max_tokens: int, timeout: float) -> Completion:
         """One completion of a given shape, at temperature 0.
@@ -319,7 +329,9 @@ class Engine:
                 str(choice["finish_reason"]), int(value["usage"]["completion_tokens"]), str(choice["text"]), list(ids)
             )
         except (KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError) as exc:
-            raise Surprise(f"{answer.url} answered 200 without a completion: {answer.text[:120]!r}") from exc
+            raise Surprise(
+                f"{answer.url} answered 200 without a completion: {answer.text[:120]!r}", entry="answer-unusable"
+            ) from exc
         return completion
 
 

@@ -1,7 +1,10 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Errors of the lifecycle library: a sentence that stands alone, and the keys that go with it."""
+"""Errors of the lifecycle library: a sentence that stands alone, and the keys that go with it.
+
+Each names its entry in docs/runbook.md, which says more than a message can.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,27 @@ import typing as t
 
 
 class LifecycleError(Exception):
-    """A message that names what was found, and details for the module result. The change has failed."""
+    """A message that names what was found, and details for the module result. The change has failed.
+
+    :param entry: the heading in docs/runbook.md that says what to do about it.
+    """
 
     exit_code = 1
 
-    def __init__(self, msg: str, *, next_step: str = "", **details: t.Any) -> None:
+    def __init__(self, msg: str, *, entry: str, next_step: str = "", **details: t.Any) -> None:
         super().__init__(msg)
+        self.entry = entry
         self.next_step = next_step
         self.details: dict[str, t.Any] = details
 
     @property
     def text(self) -> str:
-        """The message followed by what to do next: what a person reads in a terminal."""
-        return f"{self}. Next: {self.next_step}" if self.next_step else str(self)
+        """The message, what to do next and where to read more: what a person reads in a terminal."""
+        return f"{self}. Next: {self.next_step} {self.reference}" if self.next_step else f"{self} {self.reference}"
+
+    @property
+    def reference(self) -> str:
+        return f"(runbook: {self.entry})"
 
 
 class UsageError(LifecycleError):
@@ -36,6 +47,7 @@ class MissingLibrary(UsageError):
     def __init__(self, library: str, import_error: str) -> None:
         super().__init__(
             f"the Python library {library} is missing",
+            entry="library-missing",
             next_step="run the role baremetal.vllm.vllm_host on this host, and let the task use its control venv "
             "(ansible_python_interpreter: /opt/vllm/control/bin/python)",
         )
@@ -65,7 +77,7 @@ class Unreachable(LifecycleError):
     """No answer at all. ``kind`` is refused, timeout or dropped."""
 
     def __init__(self, url: str, kind: str, reason: str) -> None:
-        super().__init__(f"{url} gave no answer ({kind}): {reason}", http_url=url)
+        super().__init__(f"{url} gave no answer ({kind}): {reason}", entry="engine-no-answer", http_url=url)
         self.kind = kind
 
 
@@ -78,7 +90,9 @@ class Answered(LifecycleError):
 
     def __init__(self, url: str, status: int, body: str) -> None:
         text = " ".join(body[:200].split()) or "no body"
-        super().__init__(f"{url} answered HTTP {status}: {text}", http_url=url, http_status=status)
+        super().__init__(
+            f"{url} answered HTTP {status}: {text}", entry="engine-error", http_url=url, http_status=status
+        )
         self.status = status
 
 

@@ -121,7 +121,9 @@ def write(path: Path, text: str) -> None:
         store.write_text(path, text, 0o644)
     except OSError as exc:
         raise LifecycleError(
-            f"{path} cannot be written: {exc}", next_step="look at owner, mode and free space of its directory"
+            f"{path} cannot be written: {exc}",
+            entry="record-unwritable",
+            next_step="look at owner, mode and free space of its directory",
         ) from exc
 
 

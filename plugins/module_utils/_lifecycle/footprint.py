@@ -124,6 +124,7 @@ def promised(
             raise Refused(
                 f"engine '{engine.engine}' on {socket.gethostname()} needs {mib} MiB of host memory to sleep at level "
                 f"1; {available} MiB are available, {others} MiB of them promised to other engines that fall asleep",
+                entry="host-memory-short",
                 next_step="run this again when they sleep, or use level 2, which keeps no copy",
             )
         _change_promises(engine.engine, mib)

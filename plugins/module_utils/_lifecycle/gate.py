@@ -65,7 +65,7 @@ class Gate:
 
     def __init__(self, config: EngineConfig) -> None:
         if config.gate is None:
-            raise UsageError(f"engine '{config.engine}' has no gate")
+            raise UsageError(f"engine '{config.engine}' has no gate", entry="declaration-broken")
         self.engine = config.engine
         self.config: GateConfig = config.gate
 
@@ -78,13 +78,17 @@ class Gate:
         admission = values.get("admission", "withdrawn")
         proved = values.get("proved", "0")
         if admission not in ADMISSIONS or proved not in ("0", "1"):
-            raise Surprise(f"the gate's map {self.config.map} says admission={admission!r} proved={proved!r}")
+            raise Surprise(
+                f"the gate's map {self.config.map} says admission={admission!r} proved={proved!r}",
+                entry="gate-disagrees",
+            )
         rows = self._stat(CURRENT)
         backend = rows.get("BACKEND")
         servers = {name: row for name, row in rows.items() if name != "BACKEND"}
         if backend is None or not servers:
             raise Surprise(
                 f"the gate has no backend {self.config.proxy} for engine '{self.engine}'",
+                entry="gate-disagrees",
                 next_step="run the role baremetal.vllm.vllm_gate again",
             )
         sessions = _sessions(backend)
@@ -126,7 +130,10 @@ class Gate:
                     if not deadline.rest():
                         raise
             if now != value:
-                raise Surprise(f"the gate was told {key}={value} for engine '{self.engine}' and says {now!r}")
+                raise Surprise(
+                    f"the gate was told {key}={value} for engine '{self.engine}' and says {now!r}",
+                    entry="gate-disagrees",
+                )
             # An older worker answers one more request on each connection that its client keeps.
             for worker in self._older_workers():
                 with suppress(GateDown):  # it has ended meanwhile
@@ -151,7 +158,9 @@ class Gate:
             values = {}
         except (OSError, ValueError) as exc:
             raise UsageError(
-                f"the gate's map {path} cannot be read: {exc}", next_step="run the role vllm_gate"
+                f"the gate's map {path} cannot be read: {exc}",
+                entry="gate-disagrees",
+                next_step="run the role vllm_gate",
             ) from exc
         if values.get(key) != value:
             values[key] = value
@@ -191,7 +200,9 @@ class Gate:
         if not lines or not lines[0].startswith("# pxname,svname,"):
             if worker != CURRENT:
                 return {}
-            raise Surprise(f"{self.config.master_socket} answered 'show stat' with {lines[:1]!r}")
+            raise Surprise(
+                f"{self.config.master_socket} answered 'show stat' with {lines[:1]!r}", entry="gate-disagrees"
+            )
         header = lines[0].lstrip("# ").split(",")
         rows = (dict(zip(header, line.split(","))) for line in lines[1:] if line.startswith(f"{self.config.proxy},"))
         return {row["svname"]: row for row in rows if row["svname"] != "FRONTEND"}
@@ -209,6 +220,7 @@ class Gate:
             elif line.strip():
                 raise Surprise(
                     f"the gate does not know the map {self.config.map}: {line.strip()}",
+                    entry="gate-disagrees",
                     next_step="run the role baremetal.vllm.vllm_gate again",
                 )
         return values
@@ -231,6 +243,7 @@ class Gate:
         except OSError as exc:
             raise GateDown(
                 f"the gate of engine '{self.engine}' on host {socket.gethostname()} gives no answer on {path}: {exc}",
+                entry="gate-no-answer",
                 next_step="systemctl status vllm-gate.service; start it and run this again",
             ) from exc
 
@@ -254,4 +267,6 @@ def _number(row: t.Mapping[str, str], key: str) -> int:
     try:
         return int(row[key] or 0)
     except (KeyError, ValueError) as exc:
-        raise Surprise(f"the gate's 'show stat' has no number {key} for {row.get('pxname')}") from exc
+        raise Surprise(
+            f"the gate's 'show stat' has no number {key} for {row.get('pxname')}", entry="gate-disagrees"
+        ) from exc

@@ -133,6 +133,7 @@ def go_back(engine: EngineConfig, run: str) -> EngineConfig:
     if there is None:
         raise Refused(
             f"{here} has no other configuration that was ever proved, so there is nothing to go back to",
+            entry="nothing-to-go-back-to",
             next_step="correct the inventory and run playbooks/site.yml",
         )
     runtime = Path(engine.runtime)
@@ -140,6 +141,7 @@ def go_back(engine: EngineConfig, run: str) -> EngineConfig:
     if not wanted.is_dir():
         raise Refused(
             f"{here} was proved before with runtime {there['runtime_version']}, which is not on this host any more",
+            entry="runtime-missing",
             next_step=f"run the role baremetal.vllm.vllm_runtime for version {there['runtime_version']}",
         )
     directory = _directory(engine.engine, there["name"])
@@ -155,4 +157,8 @@ def go_back(engine: EngineConfig, run: str) -> EngineConfig:
     try:
         return config.load(engine.engine)
     except UsageError as exc:
-        raise Refused(f"{here}: {exc}", next_step="run playbooks/site.yml, which writes its declaration") from exc
+        raise Refused(
+            f"{here}: {exc}",
+            entry="declaration-broken",
+            next_step="run playbooks/site.yml, which writes its declaration",
+        ) from exc

@@ -159,6 +159,7 @@ class Golden:
         if why:
             raise UsageError(
                 f"{where} is no intact golden: {why}",
+                entry="record-broken",
                 next_step=f"remove {where} and record it again (vllm_golden state=recorded)",
             )
         return golden
@@ -248,7 +249,9 @@ def tolerance(logprobs: t.Any = None, vectors: t.Any = None) -> Tolerance:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 10:
-            raise UsageError(f"tolerance.{name} must be from 0 to 10, not {value}", next_step="correct it")
+            raise UsageError(
+                f"tolerance.{name} must be from 0 to 10, not {value}", entry="option-value", next_step="correct it"
+            )
         found[name] = float(value)
     return Tolerance(**found)
 
@@ -364,6 +367,7 @@ def on_record(subject: Subject, *, any_runtime: bool = False) -> list[Golden]:
     except OSError as exc:
         raise UsageError(
             f"host {socket.gethostname()}: {directory()} cannot be read: {exc}",
+            entry="record-unwritable",
             next_step="correct owner and mode of that directory (root, 0700)",
         ) from exc
     found = [golden for golden in map(stored, keys) if golden is not None]
@@ -385,7 +389,9 @@ def stored(key: str) -> Golden | None:
         return None
     golden = Golden.from_dict(value, str(path))
     if golden.key != key:
-        raise UsageError(f"{path} is the golden {golden.key}", next_step=f"remove {path} and record it again")
+        raise UsageError(
+            f"{path} is the golden {golden.key}", entry="record-broken", next_step=f"remove {path} and record it again"
+        )
     return golden
 
 
@@ -401,6 +407,7 @@ def write(golden: Golden) -> None:
     except OSError as exc:
         raise UsageError(
             f"host {socket.gethostname()}: {path} cannot be written: {exc}",
+            entry="record-unwritable",
             next_step="free space, or correct owner and mode of its directory (root, 0700)",
         ) from exc
 
@@ -419,6 +426,7 @@ def kind_of(engine: Engine, timeout: float) -> str:
     raise Surprise(
         f"engine '{engine.config.engine}' on {socket.gethostname()} has none of {', '.join(PATHS.values())}, so it "
         "cannot be asked anything that would prove it",
+        entry="answer-unusable",
         next_step="look at /openapi.json on its socket, and at its task options (runner, convert)",
     )
 
@@ -443,6 +451,7 @@ def answer_shape(engine: Engine, shape: t.Mapping[str, int], deadline: Deadline)
         raise Surprise(
             f"engine '{engine.config.engine}' on {socket.gethostname()} owed {shape['max_tokens']} token(s) and gave "
             f"{done.tokens} with finish_reason {done.finish_reason!r}",
+            entry="proof-failed",
             next_step=f"read journalctl -u {engine.config.unit}; restart it with vllm_engine state=restarted",
         )
     return time.monotonic() - begun
@@ -467,6 +476,7 @@ def ask(
     if wrong:
         raise Mismatch(
             f"{_here(engine.config)} gave no right answer at {path}: {wrong}",
+            entry="proof-failed",
             next_step=_out(engine.config),
             found=answer.tokens or answer.vector[:8],
         )
@@ -574,6 +584,7 @@ def _mismatch(engine: EngineConfig, golden: Golden, number: int, verdict: Verdic
     return Mismatch(
         f"{_here(engine)} does not compute what golden {golden.key}{origin} says: prompt {number}, position "
         f"{verdict.position}: {verdict.why}.{why}",
+        entry="golden-mismatch",
         next_step=next_step,
         mismatch={
             "key": golden.key,
@@ -616,6 +627,7 @@ def prove(engine: Engine, deadline: Deadline, report: Report, *, answered: bool 
         if engine.config.golden_required:
             raise Mismatch(
                 f"{_here(engine.config)} has to be proved by a golden (golden_required), and cannot be: {why}",
+                entry="golden-missing",
                 next_step="put the right model in its place; or, when this is the wanted one, take golden_required "
                 "from one engine, run playbooks/site.yml, start it, and have playbooks/golden.yml record its golden",
             )

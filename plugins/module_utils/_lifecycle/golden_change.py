@@ -120,6 +120,7 @@ class _Job:
         if why := golden.doubt(self.engine, self.main_pid):
             raise Refused(
                 f"{self.here} cannot be told by a golden: {why}",
+                entry="golden-not-recorded",
                 next_step="restart it with vllm_engine state=restarted, so that it serves what is declared and on disk",
             )
         begun = time.monotonic()
@@ -131,6 +132,7 @@ class _Job:
         if lent and self.subject.method == self._lender() and lent != self.subject.weights:
             raise Refused(
                 f"{self.here} has mapped {lent} from its preload daemon, and its checkpoint is {self.subject.weights}",
+                entry="weights-mismatch",
                 next_step="bring daemon and checkpoint together (vllm_preload), and restart the engine",
             )
 
@@ -184,12 +186,14 @@ class _Job:
             differs = "; ".join(others[0].subject.differences(self.subject))
             return Refused(
                 f"{self.here} is none that golden {others[0].key} is of: it has {differs}",
+                entry="golden-missing",
                 next_step="put the right checkpoint or runtime in place; or, if this is what is wanted, record it "
                 "(vllm_golden state=recorded)",
                 missing=True,
             )
         return UsageError(
             f"{self.here}: no golden {key} is on record, and none was given: nothing to compare with",
+            entry="golden-missing",
             next_step="record it with vllm_golden state=recorded, from an engine that is known to be right",
             missing=True,
         )
@@ -222,6 +226,7 @@ class _Job:
             if golden.stored(new.key) != new:
                 raise Surprise(
                     f"{self.here}: {golden.directory()} does not hold what was just written there",
+                    entry="record-overwritten",
                     next_step="find out who else writes to that directory, then run this again",
                 )
         golden.hold(self.engine, self.subject, self.main_pid)
@@ -255,7 +260,7 @@ class _Job:
         try:
             return [answers.question(one, kind) for one in self.wanted.prompts]
         except ValueError as exc:
-            raise UsageError(f"{self.here}: {exc}", next_step="correct prompts") from exc
+            raise UsageError(f"{self.here}: {exc}", entry="option-value", next_step="correct prompts") from exc
 
     def _ask(self) -> Golden:
         """A golden from this engine: two answers to each question, which have to be one."""
@@ -280,6 +285,7 @@ class _Job:
         if why := answers.nonsense(first):
             raise Refused(
                 f"{self.here} gives nothing that could be a golden: {why}",
+                entry="golden-not-recorded",
                 next_step="restart it with vllm_engine state=restarted; give other prompts if it is right nevertheless",
             )
         recorded = {"at": round(time.time(), 3), "host": socket.gethostname(), "engine": self.engine.engine}
@@ -292,6 +298,7 @@ class _Job:
                 why = verdict.why or f"the tokens differ at position {verdict.positions}"
                 raise Refused(
                     f"{self.here} gives two answers to prompt {number}, so none of them is a golden: {why}",
+                    entry="golden-not-recorded",
                     next_step="take it out of rotation (vllm_drain), so that nothing else is in the batch; give other "
                     "prompts if two tokens are as likely as each other there",
                 )
@@ -302,7 +309,7 @@ class _Job:
         try:
             return int(reply.json_object()["data"][0]["max_model_len"])
         except (KeyError, IndexError, TypeError, ValueError) as exc:
-            raise Surprise(f"{reply.url} does not say how long a prompt may be") from exc
+            raise Surprise(f"{reply.url} does not say how long a prompt may be", entry="answer-unusable") from exc
 
 
 def may_answer(now: Observation) -> None:
@@ -323,6 +330,7 @@ def may_answer(now: Observation) -> None:
     error = UnknownState if now.state == "unknown" else Refused
     raise error(
         f"engine '{now.engine}' on {now.host} is {now.state}{why} and cannot be asked for a golden",
+        entry="state-unknown" if now.state == "unknown" else "wrong-state",
         next_step=hint.get(now.state, "wait until it has settled, or restart it with vllm_engine"),
         reasons=now.reasons,
     )
@@ -343,5 +351,6 @@ def may_record(now: Observation) -> None:
     if why:
         raise Refused(
             f"engine '{now.engine}' on {now.host} is not proved, so no golden is recorded from it: {why}",
+            entry="golden-not-recorded",
             next_step="restart it with vllm_engine state=restarted, or finish its wake (vllm_wake)",
         )

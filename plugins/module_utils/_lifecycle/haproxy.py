@@ -33,6 +33,7 @@ class HAProxies(Balancer):
             raise UsageError(
                 f"engine '{config.engine}' has admission haproxy with sockets {declared.sockets}, proxy "
                 f"'{declared.proxy}' and server '{declared.server}'",
+                entry="admission-declared",
                 next_step="name each socket by an absolute path or ADDRESS:PORT, and proxy and server as HAProxy does",
             )
 
@@ -48,6 +49,7 @@ class HAProxies(Balancer):
                 if answer := self._ask(address, command).strip():
                     raise Surprise(
                         f"HAProxy at {address} answered '{command}' with: {' '.join(answer.split())[:200]}",
+                        entry="balancer-disagrees",
                         next_step="the socket needs 'level admin', and its configuration this proxy and server",
                     )
             except LifecycleError as exc:
@@ -82,6 +84,7 @@ def look(address: str, proxy: str, server: str, timeout: float) -> Look:
     if not here or not counts:
         raise Surprise(
             f"HAProxy at {address} knows no server {proxy}/{server}: {' '.join(text.split())[:200]}",
+            entry="balancer-disagrees",
             next_step="correct proxy and server in the engine's admission, or HAProxy's configuration",
         )
     return _read(f"HAProxy at {address}", here[0], counts[0])
@@ -101,6 +104,7 @@ def ask(address: str, command: str, timeout: float) -> str:
     except OSError as exc:
         raise BalancerDown(
             f"HAProxy at {address} gives no answer to {socket.gethostname()}: {exc}",
+            entry="balancer-no-answer",
             next_step="see that it runs and that its stats socket is reached from this host, and run this again",
         ) from exc
     return b"".join(chunks).decode("utf-8", "replace")
@@ -142,4 +146,7 @@ def _read(where: str, state: t.Mapping[str, str], stat: t.Mapping[str, str]) -> 
             total=int(stat["stot"]),
         )
     except (KeyError, ValueError) as exc:
-        raise Surprise(f"{where} does not give its numbers for the server as HAProxy 2.4 and later do: {exc}") from exc
+        raise Surprise(
+            f"{where} does not give its numbers for the server as HAProxy 2.4 and later do: {exc}",
+            entry="balancer-disagrees",
+        ) from exc

@@ -85,6 +85,7 @@ class Memory:
         except OSError as exc:
             raise UsageError(
                 f"host {socket.gethostname()}: {self.path} cannot be written: {exc}",
+                entry="record-unwritable",
                 next_step="free space, or correct owner and mode of its directory (root, 0700)",
             ) from exc
         self.saved = wanted
@@ -160,6 +161,7 @@ class Hashing:
                     raise DeadlineExceeded(
                         f"host {socket.gethostname()}: {self._progress(len(self.jobs) - len(waiting), now - began)}; "
                         f"the time-out of {self.deadline.seconds:g} s is over",
+                        entry="hashing-timeout",
                         next_step="raise the time-out"
                         + ("; the next run goes on with the files that are left" if self.memory.writable else ""),
                         left={"files": sorted(pending[future].name for future in waiting)},
@@ -185,6 +187,7 @@ class Hashing:
         except tensors.Malformed as exc:
             raise UsageError(
                 f"host {socket.gethostname()}: {job.seen.path} is no whole safetensors file: {exc}",
+                entry="checkpoint-broken",
                 next_step="download this file again",
                 files={job.name: str(exc)},
             ) from exc

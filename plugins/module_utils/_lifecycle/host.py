@@ -40,7 +40,7 @@ def host_memory(control_group: str, pids: list[int]) -> MemoryState:
             rss_mib=sum(_rss(pid) for pid in pids),
         )
     except (OSError, KeyError, ValueError, IndexError) as exc:
-        raise Surprise(f"/proc/meminfo cannot be read: {exc!r}") from exc
+        raise Surprise(f"/proc/meminfo cannot be read: {exc!r}", entry="host-memory-short") from exc
 
 
 def boot_id() -> str:

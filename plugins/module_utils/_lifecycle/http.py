@@ -49,7 +49,10 @@ class Answer(t.NamedTuple):
         except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
-            raise Surprise(f"{self.url} answered HTTP {self.status} with no JSON object: {self.text[:120]!r}")
+            raise Surprise(
+                f"{self.url} answered HTTP {self.status} with no JSON object: {self.text[:120]!r}",
+                entry="answer-unusable",
+            )
         return value
 
 

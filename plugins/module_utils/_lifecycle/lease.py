@@ -71,7 +71,9 @@ def read(engine: str) -> Lease | None:
         lease.timings()
     except (UsageError, KeyError, TypeError) as exc:
         raise UsageError(
-            f"{path} is no lease ({exc})", next_step=f"look at {path}; remove it when nobody works on '{engine}'"
+            f"{path} is no lease ({exc})",
+            entry="record-broken",
+            next_step=f"look at {path}; remove it when nobody works on '{engine}'",
         ) from exc
     return lease
 
@@ -178,7 +180,7 @@ def sleep_record(engine: str) -> SleepRecord | None:
     try:
         return t.cast(SleepRecord, config.build(SleepRecord, value, str(path)))
     except UsageError as exc:
-        raise UsageError(str(exc), next_step="restart the engine with vllm_engine") from exc
+        raise UsageError(str(exc), entry="record-broken", next_step="restart the engine with vllm_engine") from exc
 
 
 def write_sleep_record(engine: str, value: SleepRecord | None) -> None:
@@ -227,6 +229,7 @@ def locked(name: str, deadline: Deadline, engine: str = "") -> t.Iterator[None]:
                 raise Refused(
                     f"'{name}' on host {socket.gethostname()} is being changed by {holder}, still after "
                     f"{deadline.seconds:g} s",
+                    entry="lock-held",
                     next_step="wait for that run to end, or end it, and run this again",
                 ) from None
         stream.seek(0)

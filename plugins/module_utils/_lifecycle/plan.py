@@ -92,6 +92,7 @@ def plan(wanted: str, now: Observation, options: Options) -> list[Step]:
         raise Refused(
             f"engine '{now.engine}' on {now.host} is {now.state} and of group '{now.group}', which serves one replica "
             f"across hosts: it cannot be {NOT_OF_GROUPS[wanted]} by itself",
+            entry="group-alone",
             next_step="change its inventory, run playbooks/site.yml and renew the group with "
             "playbooks/rolling_restart.yml; or stop all engines of the group",
         )
@@ -116,6 +117,7 @@ def plan(wanted: str, now: Observation, options: Options) -> list[Step]:
     if steps and options.lease_against and not options.force:
         raise Refused(
             f"engine '{now.engine}' on {now.host} is held by {options.lease_against}",
+            entry="lease-held",
             next_step="wait until that lease is released or expires, or use force: true",
             lease=options.lease_against,
         )
@@ -127,6 +129,7 @@ def _refuse(now: Observation, wanted: str, next_step: str) -> t.NoReturn:
     error = UnknownState if now.state == "unknown" else Refused
     raise error(
         f"engine '{now.engine}' on {now.host} is {now.state}{why} and cannot be brought to {wanted} from there",
+        entry="state-unknown" if now.state == "unknown" else "wrong-state",
         next_step=next_step,
         reasons=now.reasons,
     )
@@ -144,6 +147,7 @@ def _judge_weights(now: Observation, wanted: str, steps: list[Step]) -> None:
         raise Refused(
             f"engine '{now.engine}' on {now.host} is {now.state} and would not start again: "
             + "; ".join(now.preload.why),
+            entry="preload-refused",
             next_step="correct that first; a daemon is changed while its engines are stopped: vllm_engine "
             "state=stopped, vllm_preload, vllm_engine state=started",
             preload={"daemon": now.preload.daemon, "state": now.preload.state, "why": now.preload.why},
@@ -151,6 +155,7 @@ def _judge_weights(now: Observation, wanted: str, steps: list[Step]) -> None:
     if now.preload.wrong and PROVE in steps and not starts:
         raise Refused(
             f"engine '{now.engine}' on {now.host} is not brought to {wanted}: {now.preload.wrong}",
+            entry="weights-mismatch",
             next_step="stop it, bring its daemon and its checkpoint together (vllm_preload), and start it",
         )
 
@@ -185,6 +190,7 @@ def _out(now: Observation, wanted: str) -> list[Step]:
         raise Refused(
             f"engine '{now.engine}' on {now.host} does not report its requests in flight, so a drain to {wanted} "
             "could not be proved",
+            entry="requests-unreported",
             next_step="remove --disable-log-stats from the engine's options and restart it once by hand",
             unseen=now.unseen,
         )
@@ -219,12 +225,14 @@ def _drained(now: Observation, options: Options) -> list[Step]:
     if options.keep and not (now.api and now.api.dev_mode):
         raise Refused(
             f"engine '{now.engine}' on {now.host} has no development endpoints, so it cannot freeze its requests",
+            entry="no-dev-endpoints",
             next_step="use mode wait, or set dev_mode: true for it and restart it",
         )
     if not now.has_gate and not (now.api and now.api.dev_mode):
         raise Refused(
             f"engine '{now.engine}' on {now.host} has neither admission (it is none) nor development endpoints, so "
             "nothing would keep it drained",
+            entry="no-dev-endpoints",
             next_step="name its gate or balancer in admission, or set dev_mode: true for it and restart it",
         )
     pause = [PAUSE] if now.api and now.api.dev_mode else []
@@ -321,6 +329,7 @@ def _put_back(now: Observation, options: Options) -> list[Step]:
         raise Refused(
             f"engine '{now.engine}' on {now.host} has no other configuration that was ever proved, so there is nothing "
             "to go back to",
+            entry="nothing-to-go-back-to",
             next_step="correct the inventory and run playbooks/site.yml",
         )
     return [ROLL_BACK]
@@ -332,6 +341,7 @@ def _asleep(now: Observation, options: Options) -> list[Step]:
         raise Refused(
             f"engine '{now.engine}' on {now.host} cannot keep requests over this sleep: it gives up the KV cache that "
             "they need",
+            entry="sleep-refused",
             next_step="use level 0 to keep them, or mode wait or abort",
         )
     if level or options.kv_only:
@@ -356,12 +366,14 @@ def _asleep(now: Observation, options: Options) -> list[Step]:
     if not now.api or not now.api.dev_mode:
         raise Refused(
             f"engine '{now.engine}' on {now.host} has no development endpoints, so it cannot sleep",
+            entry="no-dev-endpoints",
             next_step="set dev_mode: true (VLLM_SERVER_DEV_MODE=1) and enable-sleep-mode for it, and restart it",
         )
     can = now.api.capabilities
     if can is not None and (lacks := {"kv_release" if options.kv_only else "sleep"} - set(can)):
         raise Refused(
             f"engine '{now.engine}' on {now.host} (vLLM {now.api.version}) does not offer {lacks.pop()}; it can {can}",
+            entry="sleep-refused",
             next_step="use a level that it offers, or another vLLM version",
         )
     _room_for_copy(now, level, options)
@@ -389,6 +401,7 @@ def _room_for_copy(now: Observation, level: int, options: Options) -> None:
         what = "how much host memory a sleep at level 1 takes" if need is None else "how much host memory is free"
         raise Refused(
             f"{here}: {what} is not known, and too little would kill the engine or its neighbours",
+            entry="host-memory-short",
             next_step="give host_copy_mib (the weights' size and a third more), or use level 2, which keeps no copy",
             unseen=now.unseen,
         )
@@ -409,6 +422,7 @@ def _room_for_copy(now: Observation, level: int, options: Options) -> None:
         raise Refused(
             f"{here} needs {need} MiB of host memory to sleep at level 1, for the copy of its weights, which it keeps "
             f"as long as it runs; {' and '.join(short)}",
+            entry="host-memory-short",
             next_step="use level 2, which keeps no copy; or free host memory or raise the limit",
             left={"needed_mib": need, "available_mib": memory.available_mib, "limit_mib": memory.limit_mib},
         )
@@ -425,6 +439,7 @@ def _may_sleep(now: Observation, level: int) -> None:
         raise Refused(
             f"{here} has LoRA on: its adapters are gone after level 2, and to load its weights anew with LoRA was seen "
             "to fail (KeyError)",
+            entry="sleep-refused",
             next_step="use level 1, or stop it with vllm_engine state=stopped, which frees all of its memory",
         )
     if now.preload is None:
@@ -433,6 +448,7 @@ def _may_sleep(now: Observation, level: int) -> None:
         raise Refused(
             f"{here} takes its weights from preload daemon '{now.preload.daemon}' in zero copy: a sleep would free its "
             "KV cache only, and vLLM's documentation forbids the two together",
+            entry="sleep-with-zero-copy",
             next_step="use mode copy or no preload for engines that sleep, or set preload.allow_zero_copy_sleep: true",
         )
     if level == 2 and now.preload.weights_source is None:
@@ -441,6 +457,7 @@ def _may_sleep(now: Observation, level: int) -> None:
         raise Refused(
             f"{here} was started with --load-format ipc_cache and has its weights from {now.preload.weights_source}: "
             "vLLM cannot load them anew after level 2",
+            entry="sleep-refused",
             next_step="use level 1",
         )
 
@@ -478,12 +495,14 @@ def _reloaded(now: Observation, options: Options) -> list[Step]:
         raise Refused(
             f"engine '{now.engine}' on {now.host} takes its weights from preload daemon '{now.preload.daemon}', which "
             "cannot load others while it runs",
+            entry="reload-refused",
             next_step="run playbooks/rolling_restart.yml, which changes the daemon between stop and start",
         )
     can = now.api.capabilities if now.api else None
     if can is not None and "reload" not in can:
         raise Refused(
             f"engine '{now.engine}' on {now.host} has no development endpoints, so it cannot reload",
+            entry="no-dev-endpoints",
             next_step="restart it with vllm_engine, or set dev_mode: true for it",
         )
     out = [] if now.state == "drained" else [*_out(now, "reloaded"), PAUSE]
@@ -546,6 +565,7 @@ def _down(now: Observation, options: Options) -> list[Step]:
         raise UnknownState(
             f"engine '{now.engine}' on {now.host} is {now.state}, and whether its balancer sends it requests cannot be "
             f"seen: {now.unseen.get('gate', 'it was not seen')}",
+            entry="balancer-no-answer",
             next_step="make the balancer answer; with force: true the engine stops nevertheless, and requests may be "
             "lost",
             unseen=now.unseen,

@@ -86,6 +86,7 @@ def last_loaded(daemon: str) -> Loaded | None:
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
         raise UsageError(
             f"{path} is no record of a daemon's start ({exc!r})",
+            entry="record-broken",
             next_step="remove it and restart the daemon (vllm_preload) when no engine maps its memory",
         ) from exc
 
@@ -231,7 +232,10 @@ def _mismatch(wanted: PreloadConfig, loaded: Loaded, now: weights.Manifest | Non
     known = now is not None and now.method == loaded.method
     found = now if known else peek(wanted.model, loaded.method)
     if found is None:
-        raise UsageError(f"{wanted.model} has changed since it was hashed, and is not hashed anew for a look")
+        raise UsageError(
+            f"{wanted.model} has changed since it was hashed, and is not hashed anew for a look",
+            entry="weights-changing",
+        )
     same = found.digest == loaded.digest
     return "" if same else f"it has loaded {loaded.digest}, while {wanted.model} is {found.digest} now"
 

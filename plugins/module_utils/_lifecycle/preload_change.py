@@ -48,6 +48,7 @@ def plan_preload(wanted: str, now: PreloadState, force: bool) -> list[Step]:
         raise UnknownState(
             f"preload daemon '{now.daemon}' on {now.host} is {now.state}, and what may map its memory cannot be seen: "
             + "; ".join(f"{name}: {why}" for name, why in dark.items()),
+            entry="preload-unseen",
             next_step="repair what cannot be seen, then run this again",
             unseen=now.unseen,
         )
@@ -64,6 +65,7 @@ def plan_preload(wanted: str, now: PreloadState, force: bool) -> list[Step]:
                 if now.lost
                 else "its memory"
             ),
+            entry="preload-mapped",
             next_step="stop these engines first (vllm_engine state=stopped), then change the daemon, then start them; "
             "or use force: true, and a second copy of the weights on the GPU",
             left={"mapped_by": now.mapped_by, "lost": now.lost},
@@ -109,6 +111,7 @@ def change_preload(
                 error = UnknownState if after.state == "unknown" else Surprise
                 raise error(
                     f"preload daemon '{wanted.daemon}' on {after.host} is {after.state}: {'; '.join(after.reasons)}",
+                    entry="not-converged",
                     next_step=f"read journalctl -u {wanted.unit} and run this again",
                 )
         except LifecycleError as exc:
@@ -170,6 +173,7 @@ def _start(wanted: PreloadConfig, deadline: Deadline) -> None:
         if now.state in ("failed", "absent"):
             raise LifecycleError(
                 f"preload daemon '{wanted.daemon}' on {now.host} ended before it was ready: {'; '.join(now.reasons)}",
+                entry="unit-not-started",
                 next_step=f"read journalctl -u {wanted.unit}",
                 journal=Unit(wanted.unit).journal(40),
             )
@@ -177,6 +181,7 @@ def _start(wanted: PreloadConfig, deadline: Deadline) -> None:
             raise DeadlineExceeded(
                 f"preload daemon '{wanted.daemon}' on {now.host} is {now.state} after {deadline.seconds:g} s: "
                 + "; ".join([*now.reasons, *now.unseen.values()]),
+                entry="start-timeout",
                 next_step=f"read journalctl -u {wanted.unit}; raise timeout when the model is only large",
                 journal=Unit(wanted.unit).journal(40),
             )
@@ -193,6 +198,7 @@ def _stop(wanted: PreloadConfig, deadline: Deadline) -> None:
             raise UnknownState(
                 f"preload daemon '{wanted.daemon}' on {here} has stopped, but that its memory is free cannot be seen: "
                 f"{exc}",
+                entry="gpu-unseen",
                 next_step="look at nvidia-smi and the driver's messages (journalctl -k), then run this again",
             ) from exc
         if not held:
@@ -201,6 +207,7 @@ def _stop(wanted: PreloadConfig, deadline: Deadline) -> None:
             raise DeadlineExceeded(
                 f"preload daemon '{wanted.daemon}' on {here} has stopped, yet {held} MiB stay charged to its "
                 f"processes {pids}",
+                entry="gpu-memory-held",
                 next_step="look at nvidia-smi; what a dead process holds is the driver's to free",
                 left={"held_mib": held},
             )

@@ -71,6 +71,7 @@ def preflight(wanted: PreloadConfig, report: Report) -> None:
             wanted,
             f"its runtime {wanted.runtime} has no bin/vllm",
             f"run the role baremetal.vllm.vllm_runtime for version {wanted.runtime_version}",
+            entry="runtime-missing",
         )
     _check_directory(wanted, user)
     _check_owners(wanted)
@@ -111,6 +112,7 @@ def ready(wanted: PreloadConfig, report: Report, main_pid: int) -> None:
         if not process["start"] or process_start(main_pid) != process["start"]:
             raise LifecycleError(
                 f"{_named(wanted)}: its main process {main_pid} died before it was ready",
+                entry="unit-not-started",
                 next_step=f"read journalctl -u {wanted.unit} above this line for the daemon's own last words",
             )
         unseen.clear()
@@ -121,6 +123,7 @@ def ready(wanted: PreloadConfig, report: Report, main_pid: int) -> None:
             raise UnknownState(
                 f"{_named(wanted)} says that it is ready, and the GPU memory that would show it cannot be seen: "
                 + unseen.get("gpu", ""),
+                entry="gpu-unseen",
                 next_step="look at nvidia-smi and the driver's messages (journalctl -k)",
             )
         if not why:
@@ -131,6 +134,7 @@ def ready(wanted: PreloadConfig, report: Report, main_pid: int) -> None:
         if not deadline.rest(POLL_INTERVAL):
             raise DeadlineExceeded(
                 f"{_named(wanted)} is not ready after {deadline.seconds:g} s: {'; '.join(why)}",
+                entry="start-timeout",
                 next_step=f"read journalctl -u {wanted.unit}; raise start_timeout when the model is only large",
             )
     after = take(wanted, report)
@@ -138,6 +142,7 @@ def ready(wanted: PreloadConfig, report: Report, main_pid: int) -> None:
         raise LifecycleError(
             f"{_named(wanted)}: {wanted.model} has changed while it was read, from {before.digest} to {after.digest}: "
             + "; ".join(before.compare(after)[:5]),
+            entry="weights-changing",
             next_step="wait until the copy or download is complete, then start it again",
         )
     (state_dir(wanted.daemon) / "used.json").unlink(missing_ok=True)
@@ -190,6 +195,7 @@ def settle(wanted: PreloadConfig, report: Report) -> None:
         if not deadline.rest(0.5):
             raise Refused(
                 f"{_named(wanted)} has stopped, yet its processes still hold {held} MiB",
+                entry="gpu-memory-held",
                 next_step="look at nvidia-smi; what a dead process holds is the driver's to free",
                 left={"held_mib": held},
             )
@@ -210,6 +216,7 @@ def _before(wanted: PreloadConfig) -> tuple[weights.Manifest, dict[str, t.Any]]:
     if value is None or value.get("invocation") != invocation:
         raise UsageError(
             f"{_named(wanted)}: its unit has not called preload-preflight at this start, so what it reads is not known",
+            entry="unit-outdated",
             next_step="run the role baremetal.vllm.vllm_preload again, which writes the unit",
         )
     return weights.Manifest.from_dict(value.get("manifest"), str(path)), value
@@ -219,8 +226,8 @@ def _named(wanted: PreloadConfig) -> str:
     return f"preload daemon '{wanted.daemon}' on {socket.gethostname()}"
 
 
-def _wrong(wanted: PreloadConfig, text: str, next_step: str) -> UsageError:
-    return UsageError(f"{_named(wanted)}: {text}", next_step=next_step)
+def _wrong(wanted: PreloadConfig, text: str, next_step: str, entry: str) -> UsageError:
+    return UsageError(f"{_named(wanted)}: {text}", entry=entry, next_step=next_step)
 
 
 def _user(wanted: PreloadConfig) -> pwd.struct_passwd:
@@ -229,6 +236,7 @@ def _user(wanted: PreloadConfig) -> pwd.struct_passwd:
     except KeyError:
         raise UsageError(
             f"host {socket.gethostname()} has no user '{wanted.user}'",
+            entry="service-user",
             next_step="run the role baremetal.vllm.vllm_host",
         ) from None
 
@@ -240,18 +248,24 @@ def _check_directory(wanted: PreloadConfig, user: pwd.struct_passwd) -> None:
     try:
         seen = os.lstat(where)
     except OSError as exc:
-        raise _wrong(wanted, f"its socket directory {where}: {exc.strerror}", again) from exc
+        raise _wrong(wanted, f"its socket directory {where}: {exc.strerror}", again, entry="preload-directory") from exc
     if stat.S_ISLNK(seen.st_mode):
         raise _wrong(
-            wanted, f"its socket directory {where} is a symbolic link to {os.readlink(where)}", f"remove {where}"
+            wanted,
+            f"its socket directory {where} is a symbolic link to {os.readlink(where)}",
+            f"remove {where}",
+            entry="preload-directory",
         )
     if not stat.S_ISDIR(seen.st_mode):
-        raise _wrong(wanted, f"its socket directory {where} is no directory", f"remove {where}")
+        raise _wrong(
+            wanted, f"its socket directory {where} is no directory", f"remove {where}", entry="preload-directory"
+        )
     if seen.st_uid != user.pw_uid:
         raise _wrong(
             wanted,
             f"its socket directory {where} belongs to user id {seen.st_uid}, not to {wanted.user} ({user.pw_uid})",
             f"chown {wanted.user} {where}",
+            entry="preload-directory",
         )
     if stat.S_IMODE(seen.st_mode) != 0o700:
         raise _wrong(
@@ -259,6 +273,7 @@ def _check_directory(wanted: PreloadConfig, user: pwd.struct_passwd) -> None:
             f"its socket directory {where} has mode {stat.S_IMODE(seen.st_mode):04o}, not 0700: whoever can reach a "
             "socket there can have code run by the daemon",
             f"chmod 0700 {where}",
+            entry="preload-directory",
         )
     for name in wanted.sockets:
         path = os.fsencode(f"{where}/{name}")
@@ -267,6 +282,7 @@ def _check_directory(wanted: PreloadConfig, user: pwd.struct_passwd) -> None:
                 wanted,
                 f"the socket {where}/{name} has {len(path)} characters, {SOCKET_PATH_MAX} is the most",
                 "choose a shorter name for the daemon",
+                entry="preload-declared",
             )
 
 
@@ -277,7 +293,7 @@ def _check_owners(wanted: PreloadConfig) -> None:
         try:
             pid = owners.lock_holder(f"{path}.lock") or owners.listener(path)
         except OSError as exc:
-            raise _wrong(wanted, f"its socket {path}: {exc}", f"look at {path}") from exc
+            raise _wrong(wanted, f"its socket {path}: {exc}", f"look at {path}", entry="socket-held") from exc
         if pid is None and owners.lock_holder(f"{path}.lock") == 0:
             pid = 0
         if pid is not None:
@@ -286,6 +302,7 @@ def _check_owners(wanted: PreloadConfig) -> None:
                 f"{_named(wanted)}: process {pid} ({owners.command(pid) if pid else 'of another namespace'})"
                 + (f" of {unit}" if unit else "")
                 + f" already owns {path}",
+                entry="socket-held",
                 next_step=f"stop {unit or 'what this process belongs to'} first"
                 + ("" if unit or not pid else f" (systemctl status {pid})"),
                 left={"pid": pid, "unit": unit},
@@ -296,6 +313,7 @@ def _check_owners(wanted: PreloadConfig) -> None:
             raise Refused(
                 f"{_named(wanted)}: something already listens on its health port 127.0.0.1:{wanted.health_port}, and "
                 "would answer in its place",
+                entry="port-taken",
                 next_step=f"find it with 'ss -ltnp sport = :{wanted.health_port}', and stop it or choose another port",
             )
 
@@ -320,14 +338,22 @@ def _check_settings(wanted: PreloadConfig) -> None:
             "its engines do not all take its weights in the same mode, so that the end of one could free what another "
             "maps: " + ", ".join(f"{name} {modes[name]}" for name in sorted(modes)),
             "give them one mode, or daemons of their own",
+            entry="preload-declared",
         )
     try:
         uuids = [device.uuid for device in gpu.observe()]
     except gpu.GpuUnseen as exc:
-        raise _wrong(wanted, f"its GPUs cannot be seen: {exc}", "look at nvidia-smi and journalctl -k") from exc
+        raise _wrong(
+            wanted, f"its GPUs cannot be seen: {exc}", "look at nvidia-smi and journalctl -k", entry="gpu-unseen"
+        ) from exc
     refused = compat.refusals(wanted, read_model(wanted.model), uuids)
     if refused:
-        raise _wrong(wanted, "; ".join(refused), "correct its settings, or let its engines load from disk")
+        raise _wrong(
+            wanted,
+            "; ".join(refused),
+            "correct its settings, or let its engines load from disk",
+            entry="preload-declared",
+        )
 
 
 def _check_engines(wanted: PreloadConfig, report: Report) -> None:
@@ -345,6 +371,7 @@ def _check_engines(wanted: PreloadConfig, report: Report) -> None:
     raise Refused(
         f"{_named(wanted)}: {names} may still map the weights of a daemon that has ended; another one now would hold a "
         "second copy of them on the GPU",
+        entry="preload-mapped",
         next_step="let it be: it comes back at that engine's next restart; or use vllm_preload with force: true",
         left={"mapped_by": found.mapped_by, "lost": found.lost},
     )
@@ -366,6 +393,7 @@ def _check_room(wanted: PreloadConfig, manifest: weights.Manifest, report: Repor
             raise Refused(
                 f"{_named(wanted)} needs {need} MiB for its weights on {device.uuid}, {device.free_mib} MiB are free; "
                 f"held by {holders or 'no visible process'}",
+                entry="gpu-memory-short",
                 next_step="stop what holds the memory, and start it again",
                 left={"needed_mib": need, "free_mib": device.free_mib, "holders": device.processes},
             )
@@ -392,6 +420,7 @@ def await_daemon(engine: EngineConfig, report: Report) -> None:
         raise UsageError(
             f"{here} has sleep mode and takes its weights in zero copy: a sleep would free its KV cache only, and "
             "vLLM's documentation forbids the two together",
+            entry="sleep-with-zero-copy",
             next_step="switch enable-sleep-mode off, or set preload.allow_zero_copy_sleep: true",
         )
     daemon = _usable(engine, here, report)
@@ -465,6 +494,7 @@ def _usable(engine: EngineConfig, here: str, report: Report) -> PreloadConfig | 
     if verdict.start == "refused":
         raise Refused(
             f"{here} cannot take its weights from preload daemon '{use.daemon}': {'; '.join(verdict.reasons)}",
+            entry="preload-refused",
             next_step="make the two agree (site.yml renders both from the inventory), or set preload.fallback: true",
             reasons=verdict.reasons,
         )
@@ -478,6 +508,7 @@ def _compare(engine: EngineConfig, here: str, found: PreloadState, wanted: weigh
     if found.digest != wanted.digest:
         raise Refused(
             f"{here} may not start: {different(engine, found.digest, wanted.digest)}",
+            entry="weights-mismatch",
             next_step=f"put the right checkpoint in place; or have the daemon load this one (vllm_preload daemon="
             f"{found.daemon}) while no engine maps it",
             digests={"daemon": found.digest, "engine": wanted.digest},
@@ -490,6 +521,7 @@ def _not_ready(here: str, daemon: PreloadConfig, found: PreloadState, why: str, 
     return DeadlineExceeded(
         f"{here}: its preload daemon '{daemon.daemon}' is {found.state}, not ready, after {seconds:g} s: "
         f"{why or 'no reason is known'}\nlast lines of {daemon.unit}:\n{last}\n",
+        entry="preload-not-ready",
         next_step=f"read journalctl -u {daemon.unit}, correct the cause and start the engine again",
         daemon={"state": found.state, "reasons": found.reasons, "unseen": found.unseen},
         journal=journal,
@@ -539,6 +571,7 @@ def confirm(engine: EngineConfig, report: Report) -> dict[str, t.Any] | None:
         if not use.fallback:
             raise Surprise(
                 text,
+                entry="preload-source",
                 next_step=f"read journalctl -u {engine.unit}; preload.fallback: true would allow it, and both copies "
                 "on the GPU",
             )
@@ -547,18 +580,21 @@ def confirm(engine: EngineConfig, report: Report) -> dict[str, t.Any] | None:
     if source != MODES[use.mode]:
         raise Surprise(
             f"{here} has its weights from {source}, while its declaration says {use.mode}",
+            entry="preload-source",
             next_step="run playbooks/site.yml again, which writes options and declaration alike",
         )
     if daemon is None or lender is None or loaded is None or lender.started_at > unit.started_at:
         raise Surprise(
             f"{here} has mapped weights of preload daemon '{use.daemon}', and what that daemon had loaded is not on "
             "record: it ended meanwhile, or its unit does not call preload-ready",
+            entry="preload-source",
             next_step=f"read journalctl -u {daemon.unit if daemon else use.daemon}, then start the engine again",
         )
     wanted = _own(engine, loaded.method, report)
     if wanted.digest != loaded.digest:
         raise Surprise(
             f"{here} serves other weights than its own: {different(engine, loaded.digest, wanted.digest)}",
+            entry="weights-mismatch",
             next_step="put the right checkpoint in place, restart the daemon (vllm_preload), then this engine",
             digests={"daemon": loaded.digest, "engine": wanted.digest},
         )

@@ -33,6 +33,7 @@ class Script(Balancer):
         if not self.config.command or not self.config.command[0].startswith("/"):
             raise UsageError(
                 f"engine '{config.engine}' has admission command with command {self.config.command}",
+                entry="admission-declared",
                 next_step="give it a list whose first word is the absolute path of an executable file",
             )
 
@@ -47,6 +48,7 @@ class Script(Balancer):
         if word not in ADMISSIONS or not isinstance(up, bool) or not all(numbers):
             raise Surprise(
                 f"{self.config.command[0]} says status {status} and sessions {sessions} of engine '{self.engine}'",
+                entry="balancer-command",
                 next_step=f'status answers {{"admission": {" or ".join(ADMISSIONS)}, "up": true}}, sessions '
                 '{"sessions": 0, "total": 0}; up and total may be left out',
             )
@@ -61,6 +63,7 @@ class Script(Balancer):
         if not isinstance(value, dict):
             raise Surprise(
                 f"{self.config.command[0]} {verb} {self.engine} answered no JSON object: {text[:200]!r}",
+                entry="balancer-command",
                 next_step="let it write one JSON object to its standard output, and messages to its standard error",
             )
         return value
@@ -77,12 +80,15 @@ class Script(Balancer):
             done = process.run_alone(argv, self.config.timeout, env=ENVIRONMENT, cwd="/")
         except OSError as exc:
             raise BalancerDown(
-                f"{here} cannot be called: {exc}", next_step="put the file there, executable for root"
+                f"{here} cannot be called: {exc}",
+                entry="balancer-command",
+                next_step="put the file there, executable for root",
             ) from exc
         except process.TimeoutExpired as exc:
             raise BalancerDown(
                 f"{here} did not end within {self.config.timeout:g} s, and was killed; whether it had an effect is "
                 "not known",
+                entry="balancer-command",
                 next_step="raise timeout in the engine's admission, or mend the command; then run this again",
             ) from exc
         if done.returncode == 0:
@@ -91,5 +97,6 @@ class Script(Balancer):
         says = " ".join(done.stderr.split())[-300:] or "nothing on its standard error"
         raise error(
             f"{here} ended with {done.returncode}: {says}",
+            entry="balancer-command",
             next_step="call it by hand, as root, with an empty environment, and see that it exits with 0",
         )

@@ -30,6 +30,7 @@ def require_root() -> None:
         raise UsageError(
             f"host {socket.gethostname()}: engines are seen and changed as root only, this runs as user id "
             f"{os.geteuid()}",
+            entry="not-root",
             next_step="use become: true, or sudo",
         )
 
@@ -82,11 +83,17 @@ def read_json(path: Path) -> dict[str, t.Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as exc:
-        raise UsageError(f"{path} cannot be read: {exc}", next_step="run as root, or repair the file") from exc
+        raise UsageError(
+            f"{path} cannot be read: {exc}", entry="record-broken", next_step="run as root, or repair the file"
+        ) from exc
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as exc:
-        raise UsageError(f"{path} holds no JSON: {exc}", next_step=f"look at {path} and remove or repair it") from exc
+        raise UsageError(
+            f"{path} holds no JSON: {exc}", entry="record-broken", next_step=f"look at {path} and remove or repair it"
+        ) from exc
     if not isinstance(value, dict):
-        raise UsageError(f"{path} holds no JSON object", next_step=f"look at {path} and remove or repair it")
+        raise UsageError(
+            f"{path} holds no JSON object", entry="record-broken", next_step=f"look at {path} and remove or repair it"
+        )
     return value

@@ -193,6 +193,7 @@ class Transition:
                 raise Surprise(
                     f"engine '{self.config.engine}' on {after.host} is {after.state} after the change to "
                     f"{self.wish.state}: {differs}",
+                    entry="not-converged",
                     next_step="look at vllm_info and the unit's journal; run this again to converge",
                     reasons=after.reasons,
                     unseen=after.unseen,
@@ -204,6 +205,7 @@ class Transition:
                     f"engine '{self.config.engine}' on {after.host} did not start with its new configuration, went "
                     f"back to the older one (vLLM {self.extra['went_back_to']['runtime_version']}) and is "
                     f"{after.state} with it: {self.extra['recovered_from']}",
+                    entry="went-back",
                     next_step=f"read journalctl -u {self.config.unit}, correct what is new and run this again",
                 )
             return Outcome(
@@ -333,7 +335,10 @@ class Transition:
 
     def _tell(self, word: str) -> None:
         if self.door is None:
-            raise UsageError(f"engine '{self.config.engine}' has admission none: nobody can be told '{word}'")
+            raise UsageError(
+                f"engine '{self.config.engine}' has admission none: nobody can be told '{word}'",
+                entry="admission-declared",
+            )
         self.door.set("admission", word)
 
     def _await_router(self) -> None:
@@ -344,6 +349,7 @@ class Transition:
             raise DeadlineExceeded(
                 f"the timeout of {self.deadline.seconds:g} s ended while the router of engine "
                 f"'{self.config.engine}' on {socket.gethostname()} had {self.config.router_detection:g} s to notice",
+                entry="drain-timeout",
                 next_step=f"use a timeout well above {self.config.router_detection:g} s",
             )
 
@@ -405,6 +411,7 @@ class Transition:
                     f"engine '{self.config.engine}' on {socket.gethostname()} still has {running} running and "
                     f"{waiting} waiting request(s) and {sessions} session(s) at {self.config.door} after "
                     f"{deadline.seconds:g} s" + (f"; no token came for {still:.0f} s" if still > 5 else ""),
+                    entry="drain-timeout",
                     next_step="raise timeout, choose mode=abort and have the cut requests counted, or put it back with "
                     "vllm_drain state=serving",
                     left={
@@ -445,6 +452,7 @@ class Transition:
                 raise Surprise(
                     f"engine '{self.config.engine}' on {socket.gethostname()} answered 200 to a pause that keeps its "
                     f"requests, and whether they stand still cannot be seen (tokens so far: {tokens})",
+                    entry="pause-unproved",
                     next_step="put it back with vllm_drain state=serving, or use mode wait",
                 )
         kept = sum(_counts(metrics, self.config.engine))
@@ -463,6 +471,7 @@ class Transition:
             raise Surprise(
                 f"engine '{self.config.engine}' on {socket.gethostname()} was paused with {running} running and "
                 f"{waiting} waiting request(s); it was resumed",
+                entry="requests-past-the-gate",
                 next_step="nobody keeps requests away from an engine with admission none: drain it while no client asks"
                 if self.door is None
                 else f"something reaches the engine's socket past {self.config.door}: find it, and run this again",
@@ -473,6 +482,7 @@ class Transition:
         if self.engine.is_paused(CALL_TIMEOUT) is not False:
             raise Surprise(
                 f"engine '{self.config.engine}' on {socket.gethostname()} is still paused after /resume",
+                entry="pause-unproved",
                 next_step="restart it with vllm_engine state=restarted",
             )
 
@@ -493,6 +503,7 @@ class Transition:
                 f"engine '{self.config.engine}' on {socket.gethostname()} gives {now:g} tokens/s, and gave {before:g} "
                 f"with the configuration before: a share of {now / before:.2f}, where min_speed_ratio is "
                 f"{self.wish.min_speed_ratio:g}",
+                entry="slower-than-before",
                 next_step="compare the options of both, and see what else works on the host; or lower min_speed_ratio",
             )
 
@@ -514,6 +525,7 @@ class Transition:
                 raise DeadlineExceeded(
                     f"{self.config.door} of engine '{self.config.engine}' on {socket.gethostname()} does not show it "
                     f"ready: {why}",
+                    entry="not-ready-at-the-door",
                     next_step="systemctl status vllm-gate.service; run this again"
                     if self.config.admission_backend == "gate"
                     else "see that its own health check reaches the engine, and run this again",
@@ -552,6 +564,7 @@ class Transition:
             raise Surprise(
                 f"engine '{self.config.engine}' on {socket.gethostname()} answered 200 to sleep at level {level}, yet "
                 f"what it holds on {', '.join(unseen)} cannot be seen any more, so nothing is proved",
+                entry="gpu-unseen",
                 next_step="look at nvidia-smi and the driver's messages (journalctl -k), then run this again",
                 left={"resident_mib": after},
             )
@@ -559,6 +572,7 @@ class Transition:
             raise Surprise(
                 f"engine '{self.config.engine}' on {socket.gethostname()} answered 200 to sleep at level {level}, yet "
                 + (f"holds {kept} MiB, more than {limit} MiB" if kept else f"freed nothing on {', '.join(idle)}"),
+                entry="sleep-residue",
                 next_step="was it started with enable-sleep-mode? Restart it with vllm_engine to free its memory",
                 left={"resident_mib": after, "freed_mib": freed},
             )
@@ -583,6 +597,7 @@ class Transition:
             raise Surprise(
                 f"engine '{self.config.engine}' on {socket.gethostname()} is awake as a whole after its weights were "
                 "to wake; what it computes is not proved",
+                entry="wake-unproved",
                 next_step="restart it with vllm_engine",
             )
         self._woken("weights")
@@ -596,6 +611,7 @@ class Transition:
             raise Surprise(
                 f"engine '{self.config.engine}' on {socket.gethostname()} reloaded the weights of {ranks} rank(s), it "
                 f"has {self.config.ranks}",
+                entry="reload-unproved",
                 next_step="restart it with vllm_engine",
             )
         golden.weights_read(self.config, anew=anew)
@@ -605,6 +621,7 @@ class Transition:
             raise Surprise(
                 f"engine '{self.config.engine}' on {socket.gethostname()}: the checkpoint {self.config.model} changed "
                 f"while it was loaded: {self.digest} before, {now} after",
+                entry="weights-changing",
                 next_step="finish the copy, then run this again",
             )
 
@@ -628,6 +645,7 @@ class Transition:
         if self.engine.is_sleeping(CALL_TIMEOUT) is not False:
             raise Surprise(
                 f"engine '{self.config.engine}' on {socket.gethostname()} answered 200 to wake and still sleeps",
+                entry="wake-unproved",
                 next_step="run this again; if it stays, restart it with vllm_engine",
             )
 
@@ -641,6 +659,7 @@ class Transition:
         except LifecycleError as exc:
             raise UnknownState(
                 f"engine '{self.config.engine}' on {socket.gethostname()}: {what} failed, its state is unknown: {exc}",
+                entry="call-failed",
                 next_step="it stays withdrawn; look at vllm_info, then restart it with vllm_engine",
                 **exc.details,
             ) from exc
@@ -671,6 +690,7 @@ class Transition:
             raise Refused(
                 f"engine '{self.config.engine}' on {socket.gethostname()} needs {record.freed_mib} MiB to wake, and "
                 f"whether they are free cannot be seen: {exc}",
+                entry="gpu-unseen",
                 next_step="look at nvidia-smi and the driver's messages (journalctl -k), then run this again",
             ) from exc
         for device in devices:
@@ -681,6 +701,7 @@ class Transition:
                     f"engine '{self.config.engine}' on {socket.gethostname()} needs {needed} MiB on {device.uuid} to "
                     f"wake, {device.free_mib} MiB are free; held by "
                     + (", ".join(f"process {pid} ({mib} MiB)" for pid, mib in others.items()) or "no visible process"),
+                    entry="gpu-memory-short",
                     next_step="stop or put to sleep what holds the memory, and run this again",
                     left={"holders": others, "needed_mib": needed, "free_mib": device.free_mib},
                 )
@@ -715,6 +736,7 @@ class Transition:
             raise Surprise(
                 f"unit {self.config.unit} on {socket.gethostname()} is active with pid {state.main_pid}, yet no "
                 "proof of that process is on record",
+                entry="unit-outdated",
                 next_step="run the role baremetal.vllm.vllm_engine again: the unit lacks its ExecStartPost",
             )
         self.extra["started"] = started
@@ -722,5 +744,5 @@ class Transition:
 
 def _counts(metrics: Metrics, name: str) -> tuple[int, int]:
     if metrics.running is None or metrics.waiting is None:
-        raise Surprise(f"engine '{name}' does not report its requests any more")
+        raise Surprise(f"engine '{name}' does not report its requests any more", entry="requests-unreported")
     return sum(metrics.running.values()), sum(metrics.waiting.values())

@@ -62,11 +62,13 @@ def _systemctl(*arguments: str) -> process.Done[str]:
     except FileNotFoundError as exc:
         raise UsageError(
             f"host {socket.gethostname()} has no systemctl, so no systemd runs its units",
+            entry="systemd-missing",
             next_step="use a host that was booted with systemd",
         ) from exc
     except process.TimeoutExpired as exc:
         raise LifecycleError(
             f"systemctl {' '.join(arguments)} gave no answer within {QUERY_TIMEOUT} s",
+            entry="systemd-no-answer",
             next_step=f"look at the system manager of {socket.gethostname()}: systemctl list-jobs",
         ) from exc
 
@@ -87,6 +89,7 @@ class Unit:
         if done.returncode != 0:
             raise UsageError(
                 f"systemctl on host {socket.gethostname()} cannot show {self.name}: {done.stderr.strip()}",
+                entry="systemd-no-answer",
                 next_step="run as root on a host that was booted with systemd",
             )
         values = dict(line.partition("=")[::2] for line in done.stdout.splitlines() if "=" in line)
@@ -110,11 +113,13 @@ class Unit:
             )
         except (KeyError, ValueError) as exc:
             raise Surprise(
-                f"systemctl show {self.name} gave no usable answer ({exc!r}): {done.stdout[:200]!r}"
+                f"systemctl show {self.name} gave no usable answer ({exc!r}): {done.stdout[:200]!r}",
+                entry="systemd-no-answer",
             ) from exc
         if state.load_state != "loaded":
             raise UsageError(
                 f"host {socket.gethostname()}: unit {self.name} is {state.load_state}",
+                entry="unit-missing",
                 next_step="run playbooks/site.yml, which installs the unit",
             )
         return state
@@ -143,12 +148,14 @@ class Unit:
             if over if ours else never_began:
                 raise LifecycleError(
                     f"unit {self.name} did not start: {state.active_state}/{state.sub_state}, result {state.result}",
+                    entry="unit-not-started",
                     next_step=f"read journalctl -u {self.name}, correct the cause and run this again",
                     journal=self.journal(40),
                 )
             if not deadline.rest():
                 raise DeadlineExceeded(
                     f"unit {self.name} is still {state.active_state}/{state.sub_state} after {deadline.seconds:g} s",
+                    entry="start-timeout",
                     next_step=f"read journalctl -u {self.name}; raise timeout when the engine is only slow",
                     journal=self.journal(40),
                 )
@@ -168,6 +175,7 @@ class Unit:
             if not deadline.rest():
                 raise DeadlineExceeded(
                     f"unit {self.name} is still {state.active_state}/{state.sub_state} after {deadline.seconds:g} s",
+                    entry="stop-timeout",
                     next_step=f"read journalctl -u {self.name}; its processes are listed under left",
                     left={"pids": state.pids},
                     journal=self.journal(20),
@@ -212,6 +220,7 @@ class Unit:
         if done.returncode != 0 and not (verb == "reset-failed" and "not loaded" in done.stderr):
             raise LifecycleError(
                 f"systemctl {verb} {self.name} on host {socket.gethostname()}: {done.stderr.strip()}",
+                entry="systemd-no-answer",
                 next_step=f"read systemctl status {self.name}",
                 journal=self.journal(20),
             )

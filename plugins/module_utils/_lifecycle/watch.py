@@ -69,7 +69,11 @@ def read_back(value: t.Any) -> Reading:
     reading = t.cast(Reading, config.build(Reading, value, "a reading in since"))
     for one in reading.latencies.values():
         if len(one) != 2 or not all(config.fits(number, "float") for number in one):
-            raise UsageError("a reading in since has latencies that are none", next_step="give it as it was returned")
+            raise UsageError(
+                "a reading in since has latencies that are none",
+                entry="option-value",
+                next_step="give it as it was returned",
+            )
     return reading
 
 
@@ -95,6 +99,7 @@ def take(engine: EngineConfig) -> Reading:
         why = f" ({'; '.join(now.reasons)})" if now.reasons else ""
         raise UnknownState(
             f"engine '{engine.engine}' on {now.host} is {now.state}{why}, so its traffic cannot be watched",
+            entry="soak-failed",
             next_step=f"read journalctl -u {engine.unit}",
             reasons=now.reasons,
             unseen=now.unseen,
@@ -152,6 +157,7 @@ def _judge(engine: EngineConfig, then: Reading, now: Reading, max_error_share: f
     if now.main_pid != then.main_pid:
         raise Surprise(
             f"{here} was process {then.main_pid} and is process {now.main_pid}: it ended while it was watched",
+            entry="soak-failed",
             next_step=f"read journalctl -u {engine.unit}",
         )
     seen = between(then, now)
@@ -159,5 +165,6 @@ def _judge(engine: EngineConfig, then: Reading, now: Reading, max_error_share: f
         raise Surprise(
             f"{here} failed {seen.errors} of {seen.requests} request(s) in {seen.seconds:.0f} s (HTTP 5xx at its "
             f"gate), a share of {seen.error_share:.4f} where {max_error_share:g} is allowed",
+            entry="soak-failed",
             next_step=f"read journalctl -u {engine.unit} and the gate's log",
         )

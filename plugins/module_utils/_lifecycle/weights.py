@@ -101,7 +101,9 @@ class Manifest:
             intact = False
         if not intact:
             raise UsageError(
-                f"{where} is no intact manifest of weights", next_step=f"remove {where} and record the weights again"
+                f"{where} is no intact manifest of weights",
+                entry="record-broken",
+                next_step=f"remove {where} and record the weights again",
             )
         return manifest
 
@@ -171,7 +173,11 @@ def take(
     :raises Refused: another run hashes this checkpoint, until the time-out.
     """
     if method not in METHODS:
-        raise UsageError(f"there is no method '{method}' of a manifest", next_step=f"use {' or '.join(METHODS)}")
+        raise UsageError(
+            f"there is no method '{method}' of a manifest",
+            entry="option-value",
+            next_step=f"use {' or '.join(METHODS)}",
+        )
     if remember:
         store.require_root()
     deadline = Deadline(timeout)
@@ -206,6 +212,7 @@ def take(
     raise UnknownState(
         f"host {socket.gethostname()}: the checkpoint {path} changes while it is read, {ATTEMPTS} times in a row: "
         + ", ".join(changed[:5]),
+        entry="weights-changing",
         next_step="wait until the copy or the download is complete, then run this again",
         files=changed,
     )
@@ -245,6 +252,7 @@ def record(manifest: Manifest) -> None:
     except OSError as exc:
         raise UsageError(
             f"host {socket.gethostname()}: {where} cannot be written: {exc}",
+            entry="record-unwritable",
             next_step="free space, or correct owner and mode of its directory (root, 0700)",
         ) from exc
 
@@ -324,12 +332,14 @@ def _check_comparable(path: str, known: Manifest | None, method: str, listed: bo
     if known is None and not listed:
         raise UsageError(
             f"host {here}: no manifest was recorded for {path}, and no allowed digests are given: nothing to match",
+            entry="weights-not-recorded",
             next_step="record it with vllm_weights state=recorded, or give allowed digests",
         )
     if known is not None and known.method != method:
         raise UsageError(
             f"host {here}: the manifest of {path} was recorded by the method {known.method}, so that one taken by "
             f"{method} cannot be compared with it",
+            entry="weights-not-recorded",
             next_step=f"use method: {known.method}, or record it by {method}",
         )
 
@@ -342,6 +352,7 @@ def _check_match(path: str, known: Manifest | None, now: Manifest) -> None:
             f"host {socket.gethostname()}: the weights in {path} are {now.digest}, recorded was {known.digest}: "
             + "; ".join(differs[:5])
             + more,
+            entry="weights-mismatch",
             next_step="put the recorded files back; or, if the change is wanted, record it (vllm_weights "
             "state=recorded) and restart the daemon and the engines that use it",
             recorded=known.digest,
@@ -352,6 +363,7 @@ def _check_recorded(path: str, now: Manifest) -> None:
     if recorded(path) != now:
         raise Surprise(
             f"host {socket.gethostname()}: {_record_path(path)} does not hold what was just written there",
+            entry="record-overwritten",
             next_step="find out who else writes to that directory, then run this again",
         )
 
@@ -380,7 +392,11 @@ class _Pins(t.NamedTuple):
 
 def _pins(allowed: t.Sequence[str], allowed_file: str, allowed_signers: str) -> _Pins:
     if allowed_signers and not allowed_file:
-        raise UsageError("allowed_signers is given without allowed_file", next_step="name the file that they signed")
+        raise UsageError(
+            "allowed_signers is given without allowed_file",
+            entry="option-value",
+            next_step="name the file that they signed",
+        )
     digests = [_pinned(one, "the list of allowed digests") for one in allowed]
     places = ["the given list"] if digests else []
     if allowed_file:
@@ -400,6 +416,7 @@ def _check_pinned(manifest: Manifest, pins: _Pins) -> None:
             f"{manifest.method}), which is none of the {len(pins.digests)} allowed in {' and '.join(pins.places)}: "
             + ", ".join(pins.digests[:3])
             + (f" and {len(pins.digests) - 3} more" if len(pins.digests) > 3 else ""),
+            entry="weights-not-allowed",
             next_step="put the right checkpoint there; or, once you know that these weights are wanted, add their "
             "digest (one taken by the other method never matches)",
             digest=manifest.digest,
@@ -411,6 +428,7 @@ def _pinned(text: str, where: str) -> str:
     if not isinstance(text, str) or not DIGEST.fullmatch(text.lower()):
         raise UsageError(
             f"{where}: '{str(text)[:100]}' is no digest",
+            entry="weights-list",
             next_step="write sha256: and 64 hex digits, as vllm_weights returns it",
         )
     return text.lower()
@@ -422,7 +440,9 @@ def _read_list(path: str) -> str:
     except (OSError, ValueError) as exc:
         raise checkpoint.unreadable(path, exc) from exc
     if not any(line.partition("#")[0].strip() for line in text.splitlines()):
-        raise UsageError(f"{path} holds no digest", next_step="write one digest a line, or leave the file out")
+        raise UsageError(
+            f"{path} holds no digest", entry="weights-list", next_step="write one digest a line, or leave the file out"
+        )
     return text
 
 
@@ -436,6 +456,7 @@ def _verify(text: str, path: str, signers: str) -> None:
         if not os.path.isfile(needed):
             raise UsageError(
                 f"host {here}: there is no {needed}, so the signature of {path} cannot be verified",
+                entry="weights-not-signed",
                 next_step=f"sign it with 'ssh-keygen -Y sign -n {NAMESPACE} -f KEY {path}', and name the signers' file",
             )
     try:
@@ -456,9 +477,11 @@ def _verify(text: str, path: str, signers: str) -> None:
     except (OSError, process.TimeoutExpired) as exc:
         raise UsageError(
             f"host {here}: ssh-keygen, which verifies the signature of {path}, cannot be run: {exc}",
+            entry="weights-not-signed",
             next_step="install the package openssh-client (on Red Hat openssh)",
         ) from exc
     raise Refused(
         f"host {here}: {path} has no good signature of anyone in {signers}: {' '.join(said.split())[:200]}",
+        entry="weights-not-signed",
         next_step=f"have it signed again: ssh-keygen -Y sign -n {NAMESPACE} -f KEY {path}",
     )

@@ -91,6 +91,14 @@ SHELL = [block for block in BLOCKS if block.language == "sh"] + [
 ]
 
 
+# What is typed, shown in the middle of a sentence.
+INLINE = [
+    Block(str(page.relative_to(ROOT)), 0, "sh", f"{typed}\n")
+    for page in PAGES
+    for typed in re.findall(r"`(ansible(?:-playbook|-doc|-galaxy|-vault)? [^`\n…]+)`", prose(page))
+]
+
+
 def spans(page: Path) -> list[str]:
     """What stands in backticks, and the commands of the page."""
     here = str(page.relative_to(ROOT))
@@ -100,7 +108,7 @@ def spans(page: Path) -> list[str]:
 def commands() -> list[tuple[Block, list[str]]]:
     """Every simple command of the shell blocks, as words. A substitution stands as one word, and is a command too."""
     found = []
-    for block in SHELL:
+    for block in [*SHELL, *INLINE]:
         text = block.text.replace("\\\n", " ")
         inner = re.findall(r"\$\(([^()]+)\)", text)
         text = re.sub(r"\$\([^()]+\)", "SUBSTITUTED", text)

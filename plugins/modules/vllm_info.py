@@ -76,6 +76,15 @@ engines:
   returned: success
   type: dict
   sample: {"chat": {"state": "serving", "reasons": [], "unseen": {"gpu": "NVML: Driver Not Loaded"}}}
+next_step:
+  description: What to do about the failure.
+  returned: on failure
+  type: str
+runbook:
+  description: Heading of the entry in C(docs/runbook.md) that explains the failure. The message ends with it, too.
+  returned: on failure
+  type: str
+  sample: engine-unknown
 """
 
 from ansible.module_utils.basic import AnsibleModule

@@ -530,7 +530,9 @@ def test_files_that_change_while_they_are_loaded(chat, monkeypatch):
     assert chat.listed() == {}
 
 
-@pytest.mark.parametrize("error", [Mismatch("its log probabilities are no numbers (NaN)"), Answered("url", 400, "no")])
+@pytest.mark.parametrize(
+    "error", [Mismatch("its log probabilities are no numbers (NaN)", entry="proof-failed"), Answered("url", 400, "no")]
+)
 def test_an_adapter_that_gives_no_right_answer_is_unloaded_again(chat, monkeypatch, error):
     chat = chat()
     ask = golden.ask

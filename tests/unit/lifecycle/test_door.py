@@ -66,19 +66,19 @@ def test_0_is_done_and_the_result_is_the_modules_own(world, command):
 
 
 CODES = [
-    # code, faults, words, the module's call
-    (1, {"pause_ignored": True}, ["drained"], (vllm_drain, {})),
-    (2, {"gone": True}, ["drained"], (vllm_drain, {})),
-    (3, {"metrics_500": True}, ["drained"], (vllm_drain, {})),
-    (3, {"sleep_5xx_before": True}, ["asleep"], (vllm_sleep, {})),
-    (4, {"gauge_stale": 2}, ["drained", "--timeout", "0.5"], (vllm_drain, {"timeout": 0.5})),
-    (5, {"lease": True}, ["drained"], (vllm_drain, {})),
-    (5, {"gauge_missing": True}, ["stopped"], (vllm_engine, {"state": "stopped"})),
+    # code, entry of the runbook, faults, words, the module's call
+    (1, "requests-past-the-gate", {"pause_ignored": True}, ["drained"], (vllm_drain, {})),
+    (2, "engine-unknown", {"gone": True}, ["drained"], (vllm_drain, {})),
+    (3, "state-unknown", {"metrics_500": True}, ["drained"], (vllm_drain, {})),
+    (3, "call-failed", {"sleep_5xx_before": True}, ["asleep"], (vllm_sleep, {})),
+    (4, "drain-timeout", {"gauge_stale": 2}, ["drained", "--timeout", "0.5"], (vllm_drain, {"timeout": 0.5})),
+    (5, "lease-held", {"lease": True}, ["drained"], (vllm_drain, {})),
+    (5, "requests-unreported", {"gauge_missing": True}, ["stopped"], (vllm_engine, {"state": "stopped"})),
 ]
 
 
-@pytest.mark.parametrize(("code", "faults", "words", "module_call"), CODES, ids=lambda value: str(value)[:30])
-def test_a_failure_has_its_code_and_the_modules_message(world, command, code, faults, words, module_call):
+@pytest.mark.parametrize(("code", "entry", "faults", "words", "module_call"), CODES, ids=lambda value: str(value)[:30])
+def test_a_failure_has_its_code_and_the_modules_message(world, command, code, entry, faults, words, module_call):
     host = world()
     if "gone" in faults:
         host.chat.declared.unlink()
@@ -92,6 +92,8 @@ def test_a_failure_has_its_code_and_the_modules_message(world, command, code, fa
     module, options = module_call
     result = host.run(module, **options)
     assert err.splitlines()[0] == f"vllm-lifecycle: {result['msg']}"
+    assert result["msg"].endswith(f" (runbook: {entry})")
+    assert result["runbook"] == entry
     assert "Traceback" not in out + err
     if code != 2:
         assert json.loads(err.splitlines()[1])["elapsed"] >= 0

@@ -141,7 +141,11 @@ def test_the_page_of_a_roll_that_stopped(world):
     """The first host does not start again; the second is not touched."""
     fleet = Rolled(world, "h1", "h2")
     fleet.hosts["h1"].chat.set_fault("start_crash", 0)
-    fleet.roll(rc=2)
+    said = fleet.roll(rc=2)
+    # The cause first, and at the end what the run has left.
+    last = said.rpartition("Leave this host out of rotation and stop the roll")[2]
+    assert re.findall(r"\(runbook: ([a-z-]+)\)", last)[0] == "unit-not-started"
+    assert re.search(r"leaves finished ones alone\.(\\n|\s)*\(runbook: run-stopped\)", last)
     page = fleet.page()
     report = json.loads(fleet.json.read_text())
     assert page.text("verdict") == "✖ Not complete: 1 failed, 1 waiting; 0 of 2 done"
@@ -150,6 +154,7 @@ def test_the_page_of_a_roll_that_stopped(world):
     assert lane["took"] == ["still out"]
     assert "stop " in lane["parts"][0]
     assert '"Restart, and wait until each engine is proved ready" failed' in page.text("card")
+    assert "(runbook: unit-not-started)" in page.text("card")
     assert "end of its journal" in page.text("details")
     assert f"baremetal.vllm.rolling_restart -e vllm_roll_run={report['run']}" in page.text("cmd")
     assert page.text("names") == "h2 chat"

@@ -239,6 +239,19 @@ def test_every_error_of_the_library_and_the_plugins_names_its_entry():
     assert faults == []
 
 
+def test_every_result_that_is_made_by_hand_has_the_key_too():
+    found = 0
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Dict):
+                continue
+            keys = {name for key in node.keys if key for name in strings(key)}
+            if {"failed", "msg"} <= keys:
+                found += 1
+                assert "runbook" in keys, f"{path.relative_to(ROOT)}:{node.lineno}"
+    assert found > 1
+
+
 def test_every_failure_of_a_playbook_or_role_ends_with_its_entry():
     found, faults = of_books()
     assert len(found) > 100

@@ -2,7 +2,10 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 from __future__ import annotations
 
-from ansible.plugins.loader import init_plugin_loader
-
-# Before anything of the collection is imported, in whatever order tests are named.
-init_plugin_loader()
+try:
+    from ansible.plugins.loader import init_plugin_loader
+except ImportError:
+    pass  # `ansible-test units` gives the tests of modules no more of Ansible than a host has, and a loader of its own
+else:
+    # Before anything of the collection is imported, in whatever order tests are named.
+    init_plugin_loader()

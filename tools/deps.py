@@ -1,6 +1,6 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Install what `make test` and `make demo` need: Debian packages, .venv and .venv-2.16. Run again, it does nothing."""
+"""Install what `make test` and `make demo` need: Debian packages and three venvs. Run again, it does nothing."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ APT_LISTS = ("requirements/apt.txt", "tests/apt.txt", "tests/lab/apt.txt")
 # venv, its lock file, and the Python versions that the lock file takes, best first
 VENVS = (
     (".venv", "requirements/dev.txt", ("3.14", "3.13", "3.12", "3.11")),
+    (".venv-previous", "requirements/previous.txt", ("3.14", "3.13", "3.12", "3.11")),
     (".venv-2.16", "requirements/floor.txt", ("3.12", "3.11", "3.10")),
 )
 COLLECTION = "ansible_collections/baremetal/vllm"

@@ -6,9 +6,14 @@ from __future__ import annotations
 
 import json
 
+import hypothesis
 import pytest
 from ansible import module_utils
 from ansible.module_utils import basic
+
+# A busy machine is no fault of what is tested.
+hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("patient")
 
 
 @pytest.fixture

@@ -379,4 +379,4 @@ def test_capacity_above_what_there_is_fails_at_once(gates):
         capacity.await_serving([pool(gates, 4, {"gone": gates["a"]})], timeout=60)
     with pytest.raises(UsageError, match="min_serving is -1"):
         capacity.await_serving([pool(gates, -1)], timeout=60)
-    assert time.monotonic() - begun < 1
+    assert time.monotonic() - begun < 30  # a busy machine takes seconds; waiting would take a minute

@@ -823,7 +823,9 @@ LENGTHS = st.none() | st.integers(0, 2**64 - 1)
 
 
 @hypothesis.settings(
-    max_examples=300, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+    max_examples=300,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
 )
 @hypothesis.given(
     st.one_of(

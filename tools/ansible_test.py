@@ -1,6 +1,6 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Run `ansible-test sanity` of both venvs on a copy of the checkout; further arguments go to ansible-test.
+"""Run `ansible-test sanity` or `units` of several venvs on copies of the checkout; further arguments go to it.
 
 ansible-test starts only in a real path that ends in ansible_collections/NAMESPACE/NAME, so it gets a copy below build/.
 Its home lies there too, one for each venv: its caches outlive a run, and nothing is written outside the checkout.
@@ -15,11 +15,26 @@ import shutil
 import subprocess
 import sys
 import time
+import typing as t
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-BUILD = ROOT / "build" / "sanity"
+BUILD = ROOT / "build" / "ansible-test"
 # ansible-test downloads a pip installer from a server that closed networks do not reach; Python has one of its own.
 INSTALLER = "import ensurepip\n\nensurepip.bootstrap()\n"
+
+
+class Command(t.NamedTuple):
+    venvs: tuple[str, ...]
+    arguments: tuple[str, ...]
+    counted: str  # every match in the output is one test, or names how many
+
+
+COMMANDS = {
+    # pslint is left out: it wants PowerShell, and there is none in the collection.
+    "sanity": Command((".venv", ".venv-previous", ".venv-2.16"), ("--skip-test", "pslint"), r"^Running sanity test()"),
+    # The other folders of tests/unit need the tools and simulators of the checkout.
+    "units": Command((".venv", ".venv-2.16"), ("--num-workers", "2", "tests/unit/plugins/"), r"\b(\d+) passed\b"),
+}
 
 
 def copy(target: pathlib.Path) -> None:
@@ -51,7 +66,7 @@ def prepare_home(home: pathlib.Path, site: pathlib.Path) -> None:
             link.symlink_to(real)
 
 
-def start(venv: str, arguments: list[str]) -> subprocess.Popen[str]:
+def start(name: str, venv: str, arguments: list[str]) -> subprocess.Popen[str]:
     site = next((ROOT / venv / "lib").glob("python3.*")) / "site-packages"
     place = BUILD / venv.lstrip(".")
     collection = place / "ansible_collections" / "baremetal" / "vllm"
@@ -59,8 +74,7 @@ def start(venv: str, arguments: list[str]) -> subprocess.Popen[str]:
     prepare_home(place / "home", site)
     path = f"{ROOT / venv / 'bin'}{os.pathsep}{os.environ['PATH']}"
     python = site.parent.name.removeprefix("python")
-    # pslint is left out: it wants PowerShell, and there is none in the collection.
-    command = ["ansible-test", "sanity", "--python", python, "--skip-test", "pslint", "--color", "no", *arguments]
+    command = ["ansible-test", name, "--python", python, "--color", "no", *COMMANDS[name].arguments, *arguments]
     return subprocess.Popen(
         command,
         cwd=collection,
@@ -73,21 +87,24 @@ def start(venv: str, arguments: list[str]) -> subprocess.Popen[str]:
 
 
 def main() -> int:
+    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
+        sys.exit(f"usage: {sys.argv[0]} {'|'.join(COMMANDS)} [ARGUMENT...]")
+    name = sys.argv[1]
     failed = 0
     began = time.monotonic()
-    # The two run side by side, each in its own copy: half the time on two cores.
-    running = {venv: start(venv, sys.argv[1:]) for venv in (".venv", ".venv-2.16")}
+    # They run side by side, each in its own copy: less time on two cores.
+    running = {venv: start(name, venv, sys.argv[2:]) for venv in COMMANDS[name].venvs}
     for venv, process in running.items():
         output, _none = process.communicate()
-        log = BUILD / f"{venv.lstrip('.')}.log"
+        log = BUILD / f"{name}-{venv.lstrip('.')}.log"
         log.write_text(output)
-        tests = len(re.findall(r"^Running sanity test", output, re.M))
+        tests = sum(int(number or 1) for number in re.findall(COMMANDS[name].counted, output, re.M))
         verdict = "FAILED" if process.returncode or not tests else "passed"
         if verdict == "FAILED":
             failed += 1
-            print(*re.findall(r"^(?:ERROR|FATAL|WARNING: All).*", output, re.M), sep="\n")
+            print(*re.findall(r"^(?:ERROR|FATAL|FAILED|WARNING: All).*", output, re.M), sep="\n")
             print(f"the whole output: {log}")
-        print(f"sanity: {verdict} in {venv}, {tests} tests, {time.monotonic() - began:.0f} s", flush=True)
+        print(f"{name}: {verdict} in {venv}, {tests} tests, {time.monotonic() - began:.0f} s", flush=True)
     return 1 if failed else 0
 
 

@@ -30,6 +30,21 @@ attributes:
       - baremetal.vllm.vllm
 """
 
+    LONG = r"""
+options: {}
+attributes:
+  action:
+    description: Has an action plugin, which shows how far a task is that takes long. What is done is done on the host.
+    support: full
+  async:
+    description: Can be used with the C(async) keyword. Ansible then looks at the task itself, and nothing is shown.
+    support: full
+notes:
+  - What is not done after the seconds in the variable C(vllm_progress), 10 by default, goes on in the background of the
+    host and is looked at from time to time, and a line says how far it is. The result is the same. With
+    C(vllm_progress=false) the module is one call, however long that takes.
+"""
+
     ENGINES = r"""
 options:
   engine:

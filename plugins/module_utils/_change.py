@@ -13,9 +13,10 @@ from ansible.module_utils.basic import AnsibleModule
 from ._glue import ENGINES, chosen_engines, fail, refuse_option
 from ._lifecycle import config
 from ._lifecycle.adapters_change import AdapterWish, change_adapters
+from ._lifecycle.aside import Progress
 from ._lifecycle.errors import LifecycleError
 from ._lifecycle.lease import LeaseRequest
-from ._lifecycle.transition import Outcome, Wish, change, silent
+from ._lifecycle.transition import Outcome, Report, Wish, change
 
 CHANGE: dict[str, t.Any] = {
     **ENGINES,
@@ -34,7 +35,7 @@ CHANGE: dict[str, t.Any] = {
 }
 
 
-def run_change(module: AnsibleModule, state: str) -> t.NoReturn:
+def run_change(module: AnsibleModule, state: str, progress: Progress) -> t.NoReturn:
     """Bring every named engine to a state, side by side, and exit with one result for all."""
     params = module.params
     wanted = params["lease"]
@@ -59,10 +60,14 @@ def run_change(module: AnsibleModule, state: str) -> t.NoReturn:
         engines = {name: config.load(name) for name in chosen_engines(module)}
     except LifecycleError as exc:
         fail(module, exc, changed=False)
-    exit_with(module, {name: _changer(engine, wish, module.check_mode) for name, engine in engines.items()})
+
+    def changer(engine: config.EngineConfig) -> t.Callable[[Report], Outcome]:
+        return lambda report: change(engine, wish, check=module.check_mode, report=report)
+
+    exit_with(module, {name: changer(engine) for name, engine in engines.items()}, progress)
 
 
-def run_adapters(module: AnsibleModule) -> t.NoReturn:
+def run_adapters(module: AnsibleModule, progress: Progress) -> t.NoReturn:
     """Bring the LoRA adapters of every named engine to what is wanted, side by side, and exit with one result."""
     params = module.params
     given = params["adapters"]
@@ -81,14 +86,10 @@ def run_adapters(module: AnsibleModule) -> t.NoReturn:
     except LifecycleError as exc:
         fail(module, exc, changed=False)
 
-    def changer(engine: config.EngineConfig) -> t.Callable[[], Outcome]:
-        return lambda: change_adapters(engine, wish, module.check_mode, silent)
+    def changer(engine: config.EngineConfig) -> t.Callable[[Report], Outcome]:
+        return lambda report: change_adapters(engine, wish, module.check_mode, report)
 
-    exit_with(module, {name: changer(engine) for name, engine in engines.items()})
-
-
-def _changer(engine: config.EngineConfig, wish: Wish, check: bool) -> t.Callable[[], Outcome]:
-    return lambda: change(engine, wish, check=check)
+    exit_with(module, {name: changer(engine) for name, engine in engines.items()}, progress)
 
 
 def _refuse_bad_numbers(module: AnsibleModule) -> None:
@@ -101,17 +102,21 @@ def _refuse_bad_numbers(module: AnsibleModule) -> None:
             refuse_option(module, f"{name} must be above 0, not {value:g}")
 
 
-def exit_with(module: AnsibleModule, changes: dict[str, t.Callable[[], Outcome]], many: str = "engines") -> t.NoReturn:
+def exit_with(
+    module: AnsibleModule, changes: dict[str, t.Callable[[Report], Outcome]], progress: Progress, many: str = "engines"
+) -> t.NoReturn:
     """Carry out the named changes side by side, and exit with one result for all, under the key ``many``."""
 
-    def one(carry_out: t.Callable[[], Outcome]) -> dict[str, t.Any] | LifecycleError:
+    def one(name: str) -> dict[str, t.Any] | LifecycleError:
         try:
-            return carry_out().asdict()
+            return changes[name](progress.about(name)).asdict()
         except LifecycleError as exc:
             return exc
+        finally:
+            progress.done(name)
 
     with ThreadPoolExecutor(max_workers=len(changes)) as pool:
-        outcomes = dict(zip(changes, pool.map(one, changes.values())))
+        outcomes = dict(zip(changes, pool.map(one, changes)))
     errors = {name: found for name, found in outcomes.items() if isinstance(found, LifecycleError)}
     results = {
         name: {

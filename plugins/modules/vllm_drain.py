@@ -23,6 +23,7 @@ author:
 extends_documentation_fragment:
   - baremetal.vllm._common
   - baremetal.vllm._common.attributes
+  - baremetal.vllm._common.long
   - baremetal.vllm._common.engines
   - baremetal.vllm._common.change
 attributes:
@@ -173,9 +174,11 @@ from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.baremetal.vllm.plugins.module_utils._change import CHANGE, run_change
 from ansible_collections.baremetal.vllm.plugins.module_utils._glue import ONE_OR_MORE
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import aside
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.aside import Progress
 
 
-def main() -> None:
+def work(progress: Progress) -> None:
     module = AnsibleModule(
         argument_spec={
             **CHANGE,
@@ -185,7 +188,11 @@ def main() -> None:
         supports_check_mode=True,
         **ONE_OR_MORE,
     )
-    run_change(module, module.params["state"])
+    run_change(module, module.params["state"], progress)
+
+
+def main() -> None:
+    aside.run(work)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ author:
 extends_documentation_fragment:
   - baremetal.vllm._common
   - baremetal.vllm._common.attributes
+  - baremetal.vllm._common.long
   - baremetal.vllm._common.engines
   - baremetal.vllm._common.change
 attributes:
@@ -195,9 +196,11 @@ from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.baremetal.vllm.plugins.module_utils._change import CHANGE, run_change
 from ansible_collections.baremetal.vllm.plugins.module_utils._glue import ONE_OR_MORE, refuse_option
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import aside
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.aside import Progress
 
 
-def main() -> None:
+def work(progress: Progress) -> None:
     module = AnsibleModule(
         argument_spec={
             **CHANGE,
@@ -213,7 +216,11 @@ def main() -> None:
         refuse_option(module, "state rolled_back needs run, a name for this change: it is made once")
     if not 0 <= module.params["min_speed_ratio"] < 10:
         refuse_option(module, "min_speed_ratio is a share, from 0 to 10")
-    run_change(module, module.params["state"])
+    run_change(module, module.params["state"], progress)
+
+
+def main() -> None:
+    aside.run(work)
 
 
 if __name__ == "__main__":

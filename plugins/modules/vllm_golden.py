@@ -28,6 +28,7 @@ author:
 extends_documentation_fragment:
   - baremetal.vllm._common
   - baremetal.vllm._common.attributes
+  - baremetal.vllm._common.long
   - baremetal.vllm._common.engines
 attributes:
   check_mode:
@@ -239,8 +240,6 @@ runbook:
   sample: golden-mismatch
 """
 
-import functools
-
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.baremetal.vllm.plugins.module_utils._change import exit_with
@@ -251,11 +250,12 @@ from ansible_collections.baremetal.vllm.plugins.module_utils._glue import (
     fail,
     refuse_option,
 )
-from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import config, golden, golden_change
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import aside, config, golden, golden_change
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.aside import Progress
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.errors import LifecycleError
 
 
-def main() -> None:
+def work(progress: Progress) -> None:
     module = AnsibleModule(
         argument_spec={
             **ENGINES,
@@ -295,8 +295,15 @@ def main() -> None:
         engines = {name: config.load(name) for name in chosen_engines(module)}
     except LifecycleError as exc:
         fail(module, exc, changed=False)
-    bring = functools.partial(golden_change.bring, wanted=wanted, check=module.check_mode)
-    exit_with(module, {name: functools.partial(bring, engine) for name, engine in engines.items()})
+
+    def changer(engine: config.EngineConfig):
+        return lambda report: golden_change.bring(engine, wanted, check=module.check_mode, report=report)
+
+    exit_with(module, {name: changer(engine) for name, engine in engines.items()}, progress)
+
+
+def main() -> None:
+    aside.run(work)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ author:
 extends_documentation_fragment:
   - baremetal.vllm._common
   - baremetal.vllm._common.attributes
+  - baremetal.vllm._common.long
 attributes:
   check_mode:
     support: full
@@ -146,13 +147,14 @@ from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.baremetal.vllm.plugins.module_utils._change import exit_with
 from ansible_collections.baremetal.vllm.plugins.module_utils._glue import fail, refuse_option
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import aside
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.aside import Progress
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.errors import LifecycleError
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.preload import load
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.preload_change import change_preload
-from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.transition import silent
 
 
-def main() -> None:
+def work(progress: Progress) -> None:
     module = AnsibleModule(
         argument_spec={
             "daemon": {"type": "str", "required": True},
@@ -170,10 +172,14 @@ def main() -> None:
     except LifecycleError as exc:
         fail(module, exc, changed=False)
 
-    def carry_out():
-        return change_preload(daemon, params["state"], params["timeout"], params["force"], module.check_mode, silent)
+    def carry_out(report):
+        return change_preload(daemon, params["state"], params["timeout"], params["force"], module.check_mode, report)
 
-    exit_with(module, {params["daemon"]: carry_out}, many="daemons")
+    exit_with(module, {params["daemon"]: carry_out}, progress, many="daemons")
+
+
+def main() -> None:
+    aside.run(work)
 
 
 if __name__ == "__main__":

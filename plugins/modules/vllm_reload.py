@@ -23,6 +23,7 @@ author:
 extends_documentation_fragment:
   - baremetal.vllm._common
   - baremetal.vllm._common.attributes
+  - baremetal.vllm._common.long
   - baremetal.vllm._common.engines
   - baremetal.vllm._common.change
 attributes:
@@ -158,15 +159,21 @@ from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.baremetal.vllm.plugins.module_utils._change import CHANGE, run_change
 from ansible_collections.baremetal.vllm.plugins.module_utils._glue import ONE_OR_MORE
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import aside
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.aside import Progress
 
 
-def main() -> None:
+def work(progress: Progress) -> None:
     module = AnsibleModule(
         argument_spec={**CHANGE, "mode": {"type": "str", "choices": ["wait", "abort"], "default": "wait"}},
         supports_check_mode=True,
         **ONE_OR_MORE,
     )
-    run_change(module, "reloaded")
+    run_change(module, "reloaded", progress)
+
+
+def main() -> None:
+    aside.run(work)
 
 
 if __name__ == "__main__":

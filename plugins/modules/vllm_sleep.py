@@ -20,6 +20,7 @@ author:
 extends_documentation_fragment:
   - baremetal.vllm._common
   - baremetal.vllm._common.attributes
+  - baremetal.vllm._common.long
   - baremetal.vllm._common.engines
   - baremetal.vllm._common.change
 attributes:
@@ -190,9 +191,11 @@ from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.baremetal.vllm.plugins.module_utils._change import CHANGE, run_change
 from ansible_collections.baremetal.vllm.plugins.module_utils._glue import ONE_OR_MORE
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import aside
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.aside import Progress
 
 
-def main() -> None:
+def work(progress: Progress) -> None:
     module = AnsibleModule(
         argument_spec={
             **CHANGE,
@@ -207,7 +210,11 @@ def main() -> None:
         supports_check_mode=True,
         **ONE_OR_MORE,
     )
-    run_change(module, "asleep")
+    run_change(module, "asleep", progress)
+
+
+def main() -> None:
+    aside.run(work)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ author:
 extends_documentation_fragment:
   - baremetal.vllm._common
   - baremetal.vllm._common.attributes
+  - baremetal.vllm._common.long
   - baremetal.vllm._common.engines
 attributes:
   check_mode:
@@ -110,12 +111,13 @@ from ansible_collections.baremetal.vllm.plugins.module_utils._glue import (
     fail,
     refuse_option,
 )
-from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import config
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import aside, config
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.aside import Progress
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.errors import LifecycleError
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.watch import read_back, watch
 
 
-def main() -> None:
+def work(progress: Progress) -> None:
     module = AnsibleModule(
         argument_spec={
             **ENGINES,
@@ -141,7 +143,12 @@ def main() -> None:
     def one(name: str) -> dict | LifecycleError:
         try:
             return watch(
-                engines[name], since.get(name), params["seconds"], params["max_error_share"], prove=params["prove"]
+                engines[name],
+                since.get(name),
+                params["seconds"],
+                params["max_error_share"],
+                progress.about(name),
+                prove=params["prove"],
             )
         except LifecycleError as exc:
             return exc
@@ -160,6 +167,10 @@ def main() -> None:
             errors[0].args = ("; ".join(f"{one} {one.reference}" for one in errors),)
         fail(module, errors[0], changed=False, engines=results)
     module.exit_json(changed=False, engines=results)
+
+
+def main() -> None:
+    aside.run(work)
 
 
 if __name__ == "__main__":

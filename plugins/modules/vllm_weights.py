@@ -23,6 +23,7 @@ author:
   - baremetal.vllm contributors (@baremetal-vllm)
 extends_documentation_fragment:
   - baremetal.vllm._common.attributes
+  - baremetal.vllm._common.long
 attributes:
   check_mode:
     support: full
@@ -196,11 +197,12 @@ runbook:
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.baremetal.vllm.plugins.module_utils._glue import fail, refuse_option
-from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import weights
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import aside, weights
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.aside import Progress
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.errors import LifecycleError
 
 
-def main() -> None:
+def work(progress: Progress) -> None:
     module = AnsibleModule(
         argument_spec={
             "path": {"type": "path", "required": True},
@@ -229,10 +231,15 @@ def main() -> None:
             allowed_file=params["allowed_file"] or "",
             allowed_signers=params["allowed_signers"] or "",
             check=module.check_mode,
+            report=progress.about(params["path"]),
         )
     except LifecycleError as exc:
         fail(module, exc, checkpoint=params["path"], changed=False, actions=[], before={})
     module.exit_json(**result)
+
+
+def main() -> None:
+    aside.run(work)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def change_adapters(config: EngineConfig, wish: AdapterWish, check: bool, report
         return Outcome(
             changed, _says(config, actions), _side(there), after, round(deadline.elapsed, 3), {}, _extra(config, after)
         )
-    with lease.locked(config.engine, deadline):
+    with lease.locked(config.engine, deadline, report=report):
         return _Change(config, wanted, wish, deadline, report).run()
 
 

@@ -20,6 +20,11 @@ class Deadline:
         return time.monotonic() - self._start
 
     @property
+    def says(self) -> str:
+        """How much of it is over, for people who wait."""
+        return f"{self.elapsed:.0f} of {self.seconds:.0f} s"
+
+    @property
     def left(self) -> float:
         return max(0.0, self.seconds - self.elapsed)
 

@@ -351,7 +351,7 @@ def _await_serving(
             why = str(exc)
         if time.monotonic() - told > 10:
             told = time.monotonic()
-            report(f"{config.engine}: not ready yet, {deadline.elapsed:.0f} of {deadline.seconds:.0f} s: {why}")
+            report(f"{config.engine}: not ready yet, {deadline.says}: {why}")
         if not deadline.rest(POLL_INTERVAL):
             raise DeadlineExceeded(
                 f"engine '{config.engine}' on {socket.gethostname()} is not ready after {deadline.seconds:g} s: {why}",

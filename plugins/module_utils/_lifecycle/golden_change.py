@@ -55,7 +55,7 @@ def bring(engine: EngineConfig, wanted: Wanted, *, check: bool = False, report: 
     try:
         with ExitStack() as locks:
             if not check:
-                locks.enter_context(lease.locked(engine.engine, deadline))
+                locks.enter_context(lease.locked(engine.engine, deadline, report=report))
             job.look()
             if not check:
                 # Of two engines of one key the second has to equal the first.
@@ -171,6 +171,7 @@ class _Job:
         return self._outcome(False, [], after, **{**told, **proof})
 
     def _compare(self, target: Golden, allowed: Tolerance) -> dict[str, t.Any]:
+        self.report(f"{self.engine.engine}: compares {len(target.questions)} answer(s) with golden {target.key}")
         begun = time.monotonic()
         try:
             proof = golden.check(self.client, target, self.main_pid, self.deadline, allowed)
@@ -271,6 +272,7 @@ class _Job:
         if not asked:
             room = self._context() - most
             asked = known.questions if known else [Question(kind, one) for one in answers.default_prompts(kind, room)]
+        self.report(f"{self.engine.engine}: asks {len(asked)} prompt(s), each twice")
         begun = time.monotonic()
         model = self.subject.served_model
         grades = GRADES if kind in GENERATES else (None,)

@@ -22,6 +22,9 @@ from . import config, store
 from .deadline import Deadline
 from .errors import Refused, UsageError
 
+# How often somebody who waits for a lock is told for whom.
+TELL_EVERY = 5.0
+
 
 @dataclass(frozen=True)
 class LeaseRequest:
@@ -205,11 +208,23 @@ def holder(name: str) -> str:
         return "(unknown)"
 
 
+def _who(stream: t.TextIO) -> str:
+    """Who holds a lock, by what it has written there."""
+    stream.seek(0)
+    try:
+        value = json.loads(stream.read(300))
+        return f"process {value['pid']} (since {time.time() - value['since']:.0f} s)"
+    except (ValueError, KeyError, TypeError):
+        return "a process that did not say who it is"
+
+
 @contextmanager
-def locked(name: str, deadline: Deadline, engine: str = "") -> t.Iterator[None]:
+def locked(
+    name: str, deadline: Deadline, engine: str = "", report: t.Callable[[str], None] | None = None
+) -> t.Iterator[None]:
     """One actor per engine (or GPU): held by the process, so the kernel frees it whatever ends the process.
 
-    ``engine`` says on whose behalf a GPU is held.
+    ``engine`` says on whose behalf a GPU is held. ``report`` hears for whom this waits.
 
     :raises Refused: another process still holds it at the deadline; names that process.
     """
@@ -217,17 +232,19 @@ def locked(name: str, deadline: Deadline, engine: str = "") -> t.Iterator[None]:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.lock"
     with open(path, "a+", encoding="utf-8") as stream:
+        told = 0.0
         while True:
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
+                if report and deadline.elapsed - told >= TELL_EVERY:
+                    told = deadline.elapsed
+                    report(f"{engine or name}: waits for {_who(stream)}, which works on '{name}', {deadline.says}")
                 if deadline.rest(0.1):
                     continue
-                stream.seek(0)
-                holder = stream.read(300).strip() or "a process that did not say who it is"
                 raise Refused(
-                    f"'{name}' on host {socket.gethostname()} is being changed by {holder}, still after "
+                    f"'{name}' on host {socket.gethostname()} is being changed by {_who(stream)}, still after "
                     f"{deadline.seconds:g} s",
                     entry="lock-held",
                     next_step="wait for that run to end, or end it, and run this again",

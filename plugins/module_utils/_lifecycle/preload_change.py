@@ -88,7 +88,7 @@ def change_preload(
         return Outcome(
             bool(steps), _says(wanted, steps), now.summary(), expected, round(deadline.elapsed, 3), {}, _extra(now)
         )
-    with lease.locked(f"preload-{wanted.daemon}", deadline):
+    with lease.locked(f"preload-{wanted.daemon}", deadline, report=report):
         before = _look(wanted, state, deadline, report)
         done: list[Step] = []
         timings: dict[str, float] = {}
@@ -101,7 +101,7 @@ def change_preload(
                 report(_says(wanted, [step])[0])
                 begun = deadline.elapsed
                 if step is START:
-                    _start(wanted, deadline)
+                    _start(wanted, deadline, report)
                 else:
                     _stop(wanted, deadline)
                 timings[step.name] = round(deadline.elapsed - begun, 3)
@@ -164,8 +164,8 @@ def _says(wanted: PreloadConfig, steps: list[Step]) -> list[str]:
     return [f"{wanted.daemon}: {step.says}" for step in steps]
 
 
-def _start(wanted: PreloadConfig, deadline: Deadline) -> None:
-    Unit(wanted.unit).start(deadline)
+def _start(wanted: PreloadConfig, deadline: Deadline, report: Report) -> None:
+    Unit(wanted.unit).start(deadline, lambda says: report(f"{wanted.daemon}: {says}"))
     while True:
         now = observe_preload(wanted, engines=False)
         if now.state == "ready":

@@ -130,7 +130,7 @@ def ready(wanted: PreloadConfig, report: Report, main_pid: int) -> None:
             break
         if time.monotonic() - told > TELL_EVERY:
             told = time.monotonic()
-            report(f"{wanted.daemon}: not ready, {deadline.elapsed:.0f} of {deadline.seconds:.0f} s: {'; '.join(why)}")
+            report(f"{wanted.daemon}: not ready, {deadline.says}: {'; '.join(why)}")
         if not deadline.rest(POLL_INTERVAL):
             raise DeadlineExceeded(
                 f"{_named(wanted)} is not ready after {deadline.seconds:g} s: {'; '.join(why)}",

@@ -109,11 +109,11 @@ def change(config: EngineConfig, wish: Wish, *, check: bool = False, report: Rep
         extra = {"admission_backend": config.admission_backend}
         return Outcome(changed, actions, now.summary(), after, round(deadline.elapsed, 3), {}, extra)
     with ExitStack() as locks:
-        locks.enter_context(lease.locked(config.engine, deadline))
+        locks.enter_context(lease.locked(config.engine, deadline, report=report))
         # Two engines of one GPU would measure, free and take each other's memory. In one order, so that none waits in
         # a circle.
         for uuid in sorted(config.gpus) if wish.state in MOVES_MEMORY else ():
-            locks.enter_context(lease.locked(f"gpu-{uuid}", deadline, config.engine))
+            locks.enter_context(lease.locked(f"gpu-{uuid}", deadline, config.engine, report))
             claim.await_starts(uuid, config.engine, deadline, report)
         return Transition(config, wish, deadline, report, digest).run()
 
@@ -402,8 +402,8 @@ class Transition:
             if time.monotonic() - told > 5:
                 told = time.monotonic()
                 self.report(
-                    f"{self.config.engine}: {running} running, {waiting} waiting, {sessions} session(s) at "
-                    f"{self.config.door}, {deadline.left:.0f} s left"
+                    f"{self.config.engine}: draining, {running} running, {waiting} waiting, {sessions} session(s) at "
+                    f"{self.config.door}, {deadline.says}"
                 )
             if not deadline.rest(QUIET_INTERVAL):
                 still = time.monotonic() - progress
@@ -716,6 +716,9 @@ class Transition:
         self.engine.close()
         self.engine = Engine(self.config)
 
+    def _tell_of_start(self, says: str) -> None:
+        self.report(f"{self.config.engine}: {says}")
+
     def _stop(self) -> None:
         ended = self.unit.stop(self.deadline)
         self.extra["stop_result"] = ended.result
@@ -723,14 +726,14 @@ class Transition:
     def _start(self) -> None:
         begun = time.time()
         try:
-            state = self.unit.start(self.deadline)
+            state = self.unit.start(self.deadline, self._tell_of_start)
         except LifecycleError:
             # The unit has purged a compile cache that was to blame, which is worth one more start.
             if not (sign := compile_cache.purged_since(self.config, begun)):
                 raise
             self.report(f"{self.config.engine}: starts once more with an empty compile cache ({sign})")
             self.actions.append(f"{self.config.engine}: purge its compile cache")
-            state = self.unit.start(self.deadline)
+            state = self.unit.start(self.deadline, self._tell_of_start)
         started = lease.last_start(self.config.engine) or {}
         if started.get("main_pid") != state.main_pid:
             raise Surprise(

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import socket
+import time
+import typing as t
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import process, store
+from . import boot, process, store
 from .deadline import Deadline
 from .errors import DeadlineExceeded, LifecycleError, Surprise, UsageError
 
@@ -32,6 +34,8 @@ _PROPERTIES = (
 # Where the hierarchy with systemd's groups is mounted: cgroup v2, hybrid, v1.
 _HIERARCHIES = ("sys/fs/cgroup", "sys/fs/cgroup/unified", "sys/fs/cgroup/systemd")
 QUERY_TIMEOUT = 20
+# How often a start under way is told of.
+TELL_EVERY = 5.0
 MIB = 1024 * 1024
 
 
@@ -124,7 +128,7 @@ class Unit:
             )
         return state
 
-    def start(self, deadline: Deadline) -> UnitState:
+    def start(self, deadline: Deadline, report: t.Callable[[str], None] | None = None) -> UnitState:
         """Start and wait until systemd says active, which for an engine means proved ready.
 
         :raises LifecycleError: the start failed; carries the end of the journal.
@@ -135,6 +139,7 @@ class Unit:
         self._queue("start", "--no-block")
         # Which start is meant: the one under way, or else the next one, whether by our job or by systemd's own restart.
         ours = old.invocation if old.active_state == "activating" and old.sub_state != "auto-restart" else ""
+        told = time.monotonic()
         while True:
             state = self.show()
             if state.active_state == "active" and not state.job:
@@ -152,6 +157,9 @@ class Unit:
                     next_step=f"read journalctl -u {self.name}, correct the cause and run this again",
                     journal=self.journal(40),
                 )
+            if report and time.monotonic() - told >= TELL_EVERY:
+                told = time.monotonic()
+                report(f"starting, {self._phase(state)}, {deadline.says}")
             if not deadline.rest():
                 raise DeadlineExceeded(
                     f"unit {self.name} is still {state.active_state}/{state.sub_state} after {deadline.seconds:g} s",
@@ -159,6 +167,11 @@ class Unit:
                     next_step=f"read journalctl -u {self.name}; raise timeout when the engine is only slow",
                     journal=self.journal(40),
                 )
+
+    def _phase(self, state: UnitState) -> str:
+        """How far a start has come: by its log, else by systemd's word for it."""
+        lines = self.journal(40, state.invocation) if state.invocation else []
+        return boot.phase(lines, self.name.partition("@")[2].removesuffix(".service")) or state.sub_state
 
     def stop(self, deadline: Deadline) -> UnitState:
         """Stop, also a unit in a restart loop, and wait until its control group is empty. Returns how it ended.

@@ -24,6 +24,7 @@ from .observe import observe
 LOOK_INTERVAL = 2.0
 CALL_TIMEOUT = 10.0
 PROOF_TIMEOUT = 300.0
+TELL_EVERY = 5.0
 # States in which an engine is watched. One that was withdrawn serves what it has.
 WATCHED = ("serving", "withdrawn")
 
@@ -117,7 +118,13 @@ def take(engine: EngineConfig) -> Reading:
 
 
 def watch(
-    engine: EngineConfig, since: Reading | None, seconds: float, max_error_share: float, *, prove: bool
+    engine: EngineConfig,
+    since: Reading | None,
+    seconds: float,
+    max_error_share: float,
+    report: t.Callable[[str], None],
+    *,
+    prove: bool,
 ) -> dict[str, t.Any]:
     """Look again and again until ``seconds`` after ``since``, and say what happened in that time.
 
@@ -129,6 +136,7 @@ def watch(
     # Not a deadline from now: calls that follow each other share one end.
     ends = Deadline(max(begun.at + seconds - time.time(), 0.0))
     now = begun
+    told = time.monotonic()
     while True:
         more = ends.rest(LOOK_INTERVAL)
         try:
@@ -139,11 +147,18 @@ def watch(
             raise
         if not more:
             break
+        if time.monotonic() - told >= TELL_EVERY:
+            told = time.monotonic()
+            seen = between(begun, now)
+            report(
+                f"{engine.engine}: watched, {seen.requests} request(s), {seen.errors} failed, {seen.seconds:.0f} of "
+                f"{seconds:.0f} s"
+            )
     found = {"reading": asdict(begun), "watched": between(begun, now).asdict()}
     if prove:
         asked = Engine(engine)
         try:
-            found["proof"] = golden.prove(asked, Deadline(PROOF_TIMEOUT), lambda _message: None).asdict()
+            found["proof"] = golden.prove(asked, Deadline(PROOF_TIMEOUT), report).asdict()
         except LifecycleError as exc:
             exc.details["watched"] = found["watched"]
             raise

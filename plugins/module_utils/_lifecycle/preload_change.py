@@ -88,7 +88,7 @@ def change_preload(
         return Outcome(
             bool(steps), _says(wanted, steps), now.summary(), expected, round(deadline.elapsed, 3), {}, _extra(now)
         )
-    with lease.locked(f"preload-{wanted.daemon}", deadline, report=report):
+    with lease.locked(f"preload-{wanted.daemon}", deadline, wanted.daemon, report):
         before = _look(wanted, state, deadline, report)
         done: list[Step] = []
         timings: dict[str, float] = {}

@@ -88,6 +88,13 @@ class Player:
         assert list(self.jobs.iterdir()) == []
         assert list((self.folder / "payloads").iterdir()) == [], "the archives that the modules were sent in"
 
+    def kill_plays(self) -> None:
+        """Workers, too, which have sessions of their own."""
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if f"{self.folder}/book.yml".encode() in (process / "cmdline").read_bytes().split(b"\0"):
+                    os.kill(int(process.name), signal.SIGKILL)
+
     def running(self) -> set[int]:
         """The processes that modules have left on the host, by what only they have in their environment."""
         found = set()
@@ -296,7 +303,7 @@ def test_of_a_killed_play_the_host_ends_what_was_begun_and_the_next_play_waits_f
         first = on.begin(DRAIN, vllm_progress=1)
         until(first, "draining")
         (process,) = on.running()
-        os.killpg(first.pid, signal.SIGKILL)
+        on.kill_plays()
         first.communicate(timeout=60)
         assert on.host.chat.lease()["owner"] == "ansible"
         second = on.begin(SERVE, DRAIN, vllm_progress=1)
@@ -371,6 +378,48 @@ def test_a_start_is_shown_by_its_phases(player):
     output += end(running)
     assert [line for line in told(output) if line.startswith("gpu1 chat: starting, has its weights, profiles")], output
     assert on.result()["after"]["state"] == "serving"
+    on.nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("fault", "task", "says"),
+    [
+        ("sleep_slow", {"baremetal.vllm.vllm_sleep": {"engine": "chat"}}, "put it to sleep"),
+        ("wake_slow", {"baremetal.vllm.vllm_wake": {"engine": "chat"}}, "wake it"),
+    ],
+)
+def test_a_step_that_is_one_call_to_the_engine_is_shown_with_its_time(player, fault, task, says):
+    on = player(gpus=1)
+    if fault == "wake_slow":
+        on.play({"baremetal.vllm.vllm_sleep": {"engine": "chat"}})
+    on.host.chat.set_fault(fault, 25)
+    output = end(on.begin(task, vllm_progress=4))
+    assert f"gpu1 chat: {says}" in told(output), output
+    assert on.result()["changed"]
+    on.nothing_is_left()
+
+
+def test_hashing_is_shown(player):
+    on = player(start=False)
+    model = on.host.root / "srv/models/tiny"
+    (model / "huge.bin").touch()
+    os.truncate(model / "huge.bin", 2**40)  # hours
+    weigh = {"baremetal.vllm.vllm_weights": {"path": str(model), "timeout": 15}, "ignore_errors": True}
+    output = on.play(weigh, vllm_progress=2)
+    assert [line for line in told(output) if line.startswith(f"gpu1 {model}: ") and " of 1024.00 GiB and " in line], (
+        output
+    )
+    assert "the time-out of 15 s is over" in on.result()["msg"]
+    on.nothing_is_left()
+
+
+def test_a_preload_daemon_that_loads_is_shown(player):
+    on = player(gpus=1, start=False)
+    on.host.daemon(fault=["daemon_never_ready"])
+    load = {"baremetal.vllm.vllm_preload": {"daemon": "base", "timeout": 15}, "ignore_errors": True}
+    output = on.play(load, vllm_progress=2)
+    assert "gpu1 base: start the daemon and wait until it is proved ready" in told(output), output
+    assert "after 15 s" in on.result()["msg"]
     on.nothing_is_left()
 
 

@@ -1,12 +1,11 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Runs the modules of this collection that may take minutes, and shows meanwhile how far they are.
+"""Runs a module that may take minutes, and shows meanwhile how far it is. Private to this collection.
 
-``plugin_routing`` in meta/runtime.yml says which ones. A module that is done within ``vllm_progress`` seconds is called
-once, as any other. One that is not goes on in the background of its host (module_utils/_lifecycle/aside.py). It is
-then looked at by short calls of the module vllm_job, so that no connection has to last for minutes, and one that is
-lost costs nothing but time.
+A module that is done within ``vllm_progress`` seconds is called once, as any other. One that is not goes on in the
+background of its host (module_utils/_lifecycle/aside.py). It is then looked at by short calls of the module vllm_job, so
+that no connection has to last for minutes, and one that is lost costs nothing but time.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ PATIENCE = 60.0
 RETRY = 5.0
 
 
-class ActionModule(ActionBase):
+class LongAction(ActionBase):
     _supports_check_mode = True
     _supports_async = True
 
@@ -43,7 +42,7 @@ class ActionModule(ActionBase):
         except ValueError as exc:
             raise AnsibleActionFail(str(exc)) from exc
         found = self._begin(every, task_vars) if every else self._execute_module(task_vars=task_vars)
-        if "vllm_job" in found and self._task.resolved_action != "baremetal.vllm.vllm_job":
+        if "vllm_job" in found:
             found = self._follow(found, every, task_vars)
         result = merge_hash(result, found)
         self._remove_tmp_path(self._connection._shell.tmpdir)

@@ -4,8 +4,8 @@
 """Runs a module that may take minutes, and shows meanwhile how far it is. Private to this collection.
 
 A module that is done within ``vllm_progress`` seconds is called once, as any other. One that is not goes on in the
-background of its host (module_utils/_lifecycle/aside.py). It is then looked at by short calls of the module vllm_job, so
-that no connection has to last for minutes, and one that is lost costs nothing but time.
+background of its host (module_utils/_lifecycle/aside.py). It is then looked at by short calls of the module vllm_job,
+so that no connection has to last for minutes, and one that is lost costs nothing but time.
 """
 
 from __future__ import annotations

@@ -154,6 +154,8 @@ def known_names() -> set[str]:
     found = {f"{PREFIX}{family}" for family in FAMILIES} | ROLE_VARIABLES | PLUGINS | {role.name for role in ROLES}
     for path in [*ROOT.glob("playbooks/**/*.yml"), *ROOT.glob("awx/**/*.yml")]:
         found |= set(re.findall(r"\bvllm_[a-z0-9_]+", path.read_text()))
+    for path in ROOT.glob("plugins/plugin_utils/*.py"):
+        found |= set(re.findall(r'task_vars\.get\("(vllm_[a-z0-9_]+)"', path.read_text()))  # of action plugins
     for path in ROOT.glob("roles/*/tasks/*.yml"):
         text = path.read_text()
         found |= set(re.findall(r"(?m)^\s+(vllm_[a-z0-9_]+):", text))  # facts that a role leaves behind

@@ -65,13 +65,18 @@ next_step:
   description: What to do about the failure.
   returned: on failure
   type: str
+runbook:
+  description: Heading of the entry in C(docs/runbook.md) that explains the failure. The message ends with it, too.
+  returned: on failure
+  type: str
+  sample: task-lost
 """
 
 import sys
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.baremetal.vllm.plugins.module_utils import _installed  # noqa: F401
+from ansible_collections.baremetal.vllm.plugins.module_utils._glue import fail
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import aside
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.errors import LifecycleError
 
@@ -84,7 +89,7 @@ def main() -> None:
     try:
         found = aside.look(module.params["job"], module.params["wait"])
     except LifecycleError as exc:
-        module.fail_json(msg=exc.text, next_step=exc.next_step, changed=False)
+        fail(module, exc, changed=False)
     if isinstance(found, dict):
         module.exit_json(**found)
     # As the other module has printed it. To take it apart and put it together again could only change it.

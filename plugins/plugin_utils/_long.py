@@ -40,7 +40,7 @@ class LongAction(ActionBase):
         try:
             every = seconds_between(self._templar.template(task_vars.get("vllm_progress", True)))
         except ValueError as exc:
-            raise AnsibleActionFail(str(exc)) from exc
+            raise AnsibleActionFail(f"{exc} (runbook: playbook-variable)") from exc
         found = self._begin(every, task_vars) if every else self._execute_module(task_vars=task_vars)
         if "vllm_job" in found:
             found = self._follow(found, every, task_vars)
@@ -74,7 +74,7 @@ class LongAction(ActionBase):
                 if seconds >= PATIENCE:
                     raise AnsibleConnectionFailure(
                         f"{exc} (no connection for {seconds:.0f} s; what this task began goes on there until its own "
-                        "time-out: run this again when the host is back)"
+                        "time-out: run this again when the host is back) (runbook: host-lost)"
                     ) from exc
                 found = {
                     "vllm_job": job,

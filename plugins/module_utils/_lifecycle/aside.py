@@ -190,6 +190,7 @@ def look(job: str, seconds: float) -> dict[str, t.Any] | tuple[bytes, bytes]:
         raise UsageError(
             f"host {here} knows nothing of the job {job} ({exc.strerror}): it was restarted since, or nobody came for "
             f"the result within {KEPT:g} s",
+            entry="task-lost",
             next_step="look at vllm_info, and run this again: it goes on with what was begun",
         ) from exc
     try:
@@ -208,6 +209,7 @@ def look(job: str, seconds: float) -> dict[str, t.Any] | tuple[bytes, bytes]:
         raise LifecycleError(
             f"host {here}: the process that worked on this task was killed and has left no result"
             + (f"; the last that it did was {doing}" if doing else ""),
+            entry="task-killed",
             next_step="read journalctl -k for a lack of memory, and journalctl -u systemd-logind where sessions are "
             "ended with their processes (KillUserProcesses); then run this again: it goes on with what was begun",
         )

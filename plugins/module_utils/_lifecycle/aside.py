@@ -111,7 +111,7 @@ def _make() -> Path:
 
 def _wait(home: Path, child: int, ended: int, patience: float) -> t.NoReturn:
     """The module's own process: give the result if it comes in time, else say where it will be."""
-    over, _, _ = select.select([ended], [], [], patience)
+    over = select.select([ended], [], [], patience)[0]
     if not over:
         sys.stdout.write(json.dumps(_going_on(home)))
         sys.stdout.flush()

@@ -54,6 +54,7 @@ def run_change(module: AnsibleModule, state: str, progress: Progress) -> t.NoRet
         on_mismatch=params.get("on_mismatch", "fail"),
         tags=tuple(params.get("tags") or ()),
         min_speed_ratio=params.get("min_speed_ratio") or 0.0,
+        measure=params.get("measure", False),
     )
     _refuse_bad_numbers(module)
     try:

@@ -123,6 +123,12 @@ timings:
   returned: when one engine is named
   type: dict
   sample: {"withdraw": 0.01, "await_router": 3.0, "await_idle": 1.9, "close": 0.01, "pause": 0.02}
+steps:
+  description: Each step in its order, with C(seconds) and, in seconds since the epoch, the time C(at) which it ended.
+  returned: when one engine is named, not in check mode
+  type: list
+  elements: dict
+  sample: [{"step": "lease", "seconds": 0.002, "at": 1764460800.113}]
 withdrawn_again:
   description: How often, during a drain, a balancer had to be told again, since a reload or restart had forgotten it.
   returned: when that happened

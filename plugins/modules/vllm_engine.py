@@ -68,6 +68,12 @@ options:
       - Each start is timed with its warm-up. Speeds are compared where both starts had the same one.
     type: float
     default: 0.0
+  measure:
+    description:
+      - Sample what the engine holds on each GPU while it starts, and time a first token once it is proved, which adds
+        one short request. What was seen is in RV(measured).
+    type: bool
+    default: false
 seealso:
   - module: baremetal.vllm.vllm_drain
 """
@@ -126,6 +132,12 @@ timings:
   returned: when one engine is named
   type: dict
   sample: {"stop": 4.1, "start": 61.0, "prove": 0.1}
+steps:
+  description: Each step in its order, with C(seconds) and, in seconds since the epoch, the time C(at) which it ended.
+  returned: when one engine is named, not in check mode
+  type: list
+  elements: dict
+  sample: [{"step": "lease", "seconds": 0.002, "at": 1764460800.113}]
 went_back_to:
   description: The generation that the engine went back to, with the digest of its configuration and its runtime.
   returned: when it went back
@@ -153,6 +165,14 @@ started:
   returned: when the unit was started
   type: dict
   sample: {"main_pid": 812, "boot_s": 58.2, "warm_s": 1.1}
+measured:
+  description:
+    - With O(measure), C(gpu_peak_mib), by GPU UUID the most MiB that the processes of the unit held in any sample, and
+      C(first_token_s), the seconds until the first token of a prompt of C(prompt_tokens) that was not in its cache.
+    - A GPU of which a sample gave no number is left out, and C(gpu_peak_mib) where that is so of all.
+  returned: when O(measure) is true and the engine was started
+  type: dict
+  sample: {"gpu_peak_mib": {"GPU-2f6e": 71930}, "first_token_s": 0.031, "prompt_tokens": 512}
 stop_result:
   description: The result that systemd gives for the stop, such as V(success) or V(timeout).
   returned: when the unit was stopped
@@ -208,6 +228,7 @@ def work(progress: Progress) -> None:
             "mode": {"type": "str", "choices": ["wait", "abort"], "default": "wait"},
             "on_failure": {"type": "str", "choices": ["fail", "rollback"], "default": "fail"},
             "min_speed_ratio": {"type": "float", "default": 0.0},
+            "measure": {"type": "bool", "default": False},
         },
         supports_check_mode=True,
         **ONE_OR_MORE,

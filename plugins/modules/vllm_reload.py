@@ -103,6 +103,12 @@ timings:
   returned: when one engine is named
   type: dict
   sample: {"wake": 0.4, "prove": 0.1, "admit": 0.01, "await_ready": 0.02}
+steps:
+  description: Each step in its order, with C(seconds) and, in seconds since the epoch, the time C(at) which it ended.
+  returned: when one engine is named, not in check mode
+  type: list
+  elements: dict
+  sample: [{"step": "lease", "seconds": 0.002, "at": 1764460800.113}]
 weights:
   description: The digest of the weights that were served before, empty where it was not known, and of those on disk.
   returned: when one engine is named, not in check mode

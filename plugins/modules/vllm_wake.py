@@ -52,6 +52,12 @@ options:
     type: str
     choices: [fail, restart]
     default: fail
+  measure:
+    description:
+      - Sample what the engine holds on each GPU while it wakes, and time a first token once it is proved, which adds
+        one short request. What was seen is in RV(measured).
+    type: bool
+    default: false
 seealso:
   - module: baremetal.vllm.vllm_golden
   - module: baremetal.vllm.vllm_sleep
@@ -111,6 +117,12 @@ timings:
   returned: when one engine is named
   type: dict
   sample: {"wake": 0.4, "prove": 0.1, "admit": 0.01, "await_ready": 0.02}
+steps:
+  description: Each step in its order, with C(seconds) and, in seconds since the epoch, the time C(at) which it ended.
+  returned: when one engine is named, not in check mode
+  type: list
+  elements: dict
+  sample: [{"step": "lease", "seconds": 0.002, "at": 1764460800.113}]
 proof:
   description:
     - What proved the engine. C(by) is V(golden), with its C(key), what it was C(compared_by), how many C(positions)
@@ -123,6 +135,14 @@ proof:
     compared_by: logprobs
     positions: 48
     distance: 0.0
+measured:
+  description:
+    - With O(measure), C(gpu_peak_mib), by GPU UUID the most MiB that the processes of the unit held in any sample, and
+      C(first_token_s), the seconds until the first token of a prompt of C(prompt_tokens) that was not in its cache.
+    - A GPU of which a sample gave no number is left out, and C(gpu_peak_mib) where that is so of all.
+  returned: when O(measure) is true and the engine was woken
+  type: dict
+  sample: {"gpu_peak_mib": {"GPU-2f6e": 71930}, "first_token_s": 0.031, "prompt_tokens": 512}
 recovered_from:
   description: The mismatch that a restart made good for.
   returned: when O(on_mismatch=restart) restarted the unit
@@ -164,6 +184,7 @@ def work(progress: Progress) -> None:
             **CHANGE,
             "tags": {"type": "list", "elements": "str", "choices": ["weights", "kv_cache"]},
             "on_mismatch": {"type": "str", "choices": ["fail", "restart"], "default": "fail"},
+            "measure": {"type": "bool", "default": False},
         },
         supports_check_mode=True,
         **ONE_OR_MORE,

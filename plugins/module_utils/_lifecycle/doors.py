@@ -247,7 +247,7 @@ def ready(config: EngineConfig, report: Report, main_pid: int) -> None:
         boot = time.monotonic() - begun
         lent = preload_doors.confirm(config, report)
         warm = 0.0
-        shapes = config.warmup or [{"prompt_tokens": 4, "max_tokens": 1}]
+        shapes = config.warmup or [{"prompt_tokens": golden.SHORT_PROMPT, "max_tokens": 1}]
         for shape in shapes:
             _alive(config, main_pid, identity)
             report(

@@ -303,8 +303,8 @@ class Engine:
                 f"{answer.url} did not reset the prefix cache: {answer.text[:120]!r}", entry="answer-unusable"
             )
 
-    def complete(self, *, prompt_tokens: int, max_tokens: int, timeout: float) -> Completion:
-        """One completion of a given shape, at temperature 0.
+    def complete(self, *, prompt_tokens: int, max_tokens: int, timeout: float, salt: str = "") -> Completion:
+        """One completion of a given shape, at temperature 0. With a new ``salt`` nothing of it is in the prefix cache.
 
         The prompt is made of token ids, so that the shape is exact whatever the tokenizer; a stop token is ignored, so
         exactly ``max_tokens`` tokens are owed.
@@ -319,6 +319,7 @@ class Engine:
             "seed": 0,
             "ignore_eos": True,
             "return_token_ids": True,
+            **({"cache_salt": salt} if salt else {}),
         }
         answer = self.call("POST", "/v1/completions", timeout=timeout, body=body)
         value = answer.json_object()

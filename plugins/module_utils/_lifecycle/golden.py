@@ -55,6 +55,8 @@ CACHED_SLACK = 3.0
 # Other versions of vLLM have other kernels, which round otherwise: how much more tolerance the answers of another
 # runtime get. Weights that are wrong, or gone, differ in the first token.
 RUNTIME_SLACK = 5.0
+# Tokens of a prompt where no warm-up says what is usual.
+SHORT_PROMPT = 4
 # A manifest that only explains an error is not worth waiting for.
 PEEK_TIMEOUT = 0.5
 
@@ -440,7 +442,7 @@ def answer_shape(engine: Engine, shape: t.Mapping[str, int], deadline: Deadline)
     begun = time.monotonic()
     timeout = max(deadline.left, 0.1)
     try:
-        done = engine.complete(timeout=timeout, **shape)
+        done = engine.complete(prompt_tokens=shape["prompt_tokens"], max_tokens=shape["max_tokens"], timeout=timeout)
     except Answered as exc:
         if exc.status != 404 or (kind := kind_of(engine, timeout)) == "completion":
             raise
@@ -454,6 +456,19 @@ def answer_shape(engine: Engine, shape: t.Mapping[str, int], deadline: Deadline)
             entry="proof-failed",
             next_step=f"read journalctl -u {engine.config.unit}; restart it with vllm_engine state=restarted",
         )
+    return time.monotonic() - begun
+
+
+def first_token(engine: Engine, prompt_tokens: int, deadline: Deadline) -> float | None:
+    """Seconds until the first token of a prompt that the engine has not in its cache; None where it generates none."""
+    begun = time.monotonic()
+    timeout = max(deadline.left, 0.1)
+    try:
+        engine.complete(prompt_tokens=prompt_tokens, max_tokens=1, timeout=timeout, salt=new_salt())
+    except Answered as exc:
+        if exc.status != 404 or kind_of(engine, timeout) == "completion":
+            raise
+        return None
     return time.monotonic() - begun
 
 
@@ -632,7 +647,7 @@ def prove(engine: Engine, deadline: Deadline, report: Report, *, answered: bool 
                 "from one engine, run playbooks/site.yml, start it, and have playbooks/golden.yml record its golden",
             )
         if not answered:
-            answer_shape(engine, {"prompt_tokens": 4, "max_tokens": 1}, deadline.sooner(ASK_TIMEOUT))
+            answer_shape(engine, {"prompt_tokens": SHORT_PROMPT, "max_tokens": 1}, deadline.sooner(ASK_TIMEOUT))
         if why != NONE:
             report(f"{engine.config.engine}: proved by a completion only: {why}")
         return Proof("completion", why=why)

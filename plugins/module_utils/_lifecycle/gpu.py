@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import threading
 import typing as t
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+from .errors import LifecycleError
 
 try:
     import pynvml
@@ -15,6 +18,7 @@ except ImportError:
     pynvml = None
 
 MIB = 1024 * 1024
+SAMPLE_INTERVAL = 0.2
 
 
 class GpuUnseen(Exception):
@@ -58,6 +62,49 @@ def observe() -> list[GpuState]:
     """
     with _nvml():
         return [_device(index) for index in range(pynvml.nvmlDeviceGetCount())]
+
+
+@contextmanager
+def sampled(pids: t.Callable[[], t.Iterable[int]], wanted: t.Collection[str]) -> t.Iterator[dict[str, int]]:
+    """The most MiB that these processes hold on each GPU while the block runs, by UUID; there when it has ended.
+
+    A GPU is left out where a sample gave no number, or none of them was seen on it; so are all where NVML says no.
+
+    :param pids: of the processes, asked at each sample.
+    :param wanted: the GPUs that count, () for all.
+    """
+    peaks: dict[str, int] = {}
+    unknown: set[str] = set()
+    ended = threading.Event()
+    whole = threading.Event()
+
+    def sample() -> None:
+        try:
+            with _nvml():
+                last = False
+                while not last:
+                    last = ended.is_set()  # with one more look after the end
+                    own = set(pids())
+                    for device in (_device(index) for index in range(pynvml.nvmlDeviceGetCount())):
+                        held = [mib for pid, mib in device.processes.items() if pid in own]
+                        if held and (not wanted or device.uuid in wanted):
+                            unknown.update([device.uuid] if None in held else [])
+                            peaks[device.uuid] = max(peaks.get(device.uuid, 0), sum(mib or 0 for mib in held))
+                    ended.wait(SAMPLE_INTERVAL)
+            whole.set()
+        except (GpuUnseen, LifecycleError):
+            pass  # what was seen until then may not have been the most
+
+    found: dict[str, int] = {}
+    sampler = threading.Thread(target=sample, daemon=True)
+    sampler.start()
+    try:
+        yield found
+    finally:
+        ended.set()
+        sampler.join()
+        if whole.is_set():
+            found.update({uuid: mib for uuid, mib in peaks.items() if uuid not in unknown})
 
 
 def uuids(names: list[str]) -> list[str]:

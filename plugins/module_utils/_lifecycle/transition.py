@@ -30,7 +30,7 @@ from .host import host_memory
 from .lease import LeaseRequest, SleepRecord
 from .observe import Observation, observe
 from .plan import AWAKE, STOPPED_FOR_SLEEP, Options, Step, plan, predict, recover
-from .unit import Unit
+from .unit import Unit, group_pids
 
 # Readings in a row without work before an engine counts as idle, and the time between them.
 QUIET_READINGS = 3
@@ -39,6 +39,8 @@ CALL_TIMEOUT = 10.0
 # What an abort may take beyond the drain's own time.
 ABORT_TIMEOUT = 30.0
 
+# Steps in which an engine takes GPU memory.
+TAKES_MEMORY = ("start", "wake", "wake_weights", "reload", "wake_kv")
 # Changes that take or free GPU memory.
 MOVES_MEMORY = ("asleep", "awake", "started", "stopped", "restarted", "reloaded", "rolled_back")
 
@@ -50,7 +52,8 @@ class Wish(t.NamedTuple):
 
     ``mode`` says what a drain does with the requests that it finds at its time-out: ``wait`` fails and lets them run,
     ``abort`` cuts and counts them, ``keep`` freezes and counts them. ``min_speed_ratio`` is the share of the speed of
-    the configuration before that a start must reach, 0 for none.
+    the configuration before that a start must reach, 0 for none. ``measure`` samples the GPU memory of a start or wake,
+    and times a first token.
     """
 
     state: str
@@ -67,6 +70,7 @@ class Wish(t.NamedTuple):
     on_mismatch: str = "fail"
     tags: tuple[str, ...] = ()
     min_speed_ratio: float = 0.0
+    measure: bool = False
 
 
 class Outcome(t.NamedTuple):
@@ -169,7 +173,8 @@ class Transition:
         self.door = admission.choose(config)
         self.actions: list[str] = []
         self.timings: dict[str, float] = {}
-        self.extra: dict[str, t.Any] = {"admission_backend": config.admission_backend}
+        self.steps: list[dict[str, t.Any]] = []
+        self.extra: dict[str, t.Any] = {"admission_backend": config.admission_backend, "steps": self.steps}
         self.changed = False
 
     def run(self) -> Outcome:
@@ -184,6 +189,8 @@ class Transition:
             expected = predict(before, steps, options)
             if "requests_kept" in self.extra and expected["state"] == "drained":
                 expected["state"] = "draining"  # a prediction cannot know that the time-out comes first
+            if after.paused is None and after.api is not None and after.api.dev_mode is False:
+                expected["paused"] = None  # an engine without development endpoints, which a stopped one did not show
             if after.summary() != expected:
                 differs = {
                     key: {"expected": expected[key], "found": value}
@@ -252,15 +259,35 @@ class Transition:
         self.report(_sentence(self.config, step))
         begun = time.monotonic()
         try:
-            getattr(self, f"_{step.name}")()
+            if self.wish.measure and step.name in TAKES_MEMORY:
+                self._sampled(step.name)
+            else:
+                getattr(self, f"_{step.name}")()
         finally:
             seconds = time.monotonic() - begun
             self.timings[step.name] = round(self.timings.get(step.name, 0.0) + seconds, 3)
+            self.steps.append({"step": step.name, "seconds": round(seconds, 3), "at": round(time.time(), 3)})
         # Only what was done and verified counts as changed; a step that failed is told by the error.
         self.actions.append(_sentence(self.config, step))
         self.changed = self.changed or step.mutates
         if step.name != "release":
             lease.note(self.config.engine, step.name, seconds)
+
+    def _sampled(self, step: str) -> None:
+        """The step, and the most GPU memory that the unit's processes hold meanwhile."""
+        group = ""
+
+        def pids() -> list[int]:
+            nonlocal group
+            group = group or self.unit.show().control_group  # the same for every process of a unit
+            return group_pids(group)
+
+        with gpu.sampled(pids, self.config.gpus) as peaks:
+            getattr(self, f"_{step}")()
+        measured = self.extra.setdefault("measured", {})
+        for uuid, mib in peaks.items():
+            peak = measured.setdefault("gpu_peak_mib", {})
+            peak[uuid] = max(peak.get(uuid, 0), mib)
 
     def _record(self, after: Observation) -> None:
         if self.wish.state == "awake" and after.state in AWAKE and after.unit and after.memory:
@@ -509,6 +536,12 @@ class Transition:
 
     def _prove(self) -> None:
         self.extra["proof"] = golden.prove(self.engine, self.deadline, self.report).asdict()
+        if self.wish.measure:
+            tokens = self.config.warmup[0]["prompt_tokens"] if self.config.warmup else golden.SHORT_PROMPT
+            seconds = golden.first_token(self.engine, tokens, self.deadline)
+            if seconds is not None:
+                found = {"first_token_s": round(seconds, 4), "prompt_tokens": tokens}
+                self.extra.setdefault("measured", {}).update(found)
 
     def _await_ready(self) -> None:
         """The router's own question, over the network; or, of a balancer, whether it sends."""

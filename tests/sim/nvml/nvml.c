@@ -30,11 +30,12 @@ typedef struct { u64 total, free, used; } memory_v1_t;
 typedef struct { unsigned version; u64 total, reserved, free, used; } memory_v2_t;
 typedef struct { unsigned pid; u64 used; unsigned gpu_instance, compute_instance; } process_info_t;
 
-static gpu_t gpus[MAX_GPUS];
-static process_t processes[MAX_PROCESSES];
-static fault_t faults[MAX_FAULTS];
-static char driver[TEXT];
-static unsigned n_gpus, n_processes, n_faults;
+/* read anew by every call; NVML may be asked by several threads at a time */
+static _Thread_local gpu_t gpus[MAX_GPUS];
+static _Thread_local process_t processes[MAX_PROCESSES];
+static _Thread_local fault_t faults[MAX_FAULTS];
+static _Thread_local char driver[TEXT];
+static _Thread_local unsigned n_gpus, n_processes, n_faults;
 static int initialized;
 static char handles[MAX_GPUS]; /* a device handle is the address of its index's byte */
 

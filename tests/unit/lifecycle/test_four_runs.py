@@ -284,3 +284,6 @@ def test_without_development_endpoints_the_closed_gate_is_the_lock(world):
     refused = host.run(vllm_sleep)
     assert "no development endpoints" in refused["msg"]
     assert host.done(vllm_drain, state="serving")["after"]["state"] == "serving"
+    for state in ("restarted", "stopped", "started"):
+        after = host.done(vllm_engine, state=state)["after"]
+        assert (after["state"], after["paused"]) == ("stopped" if state == "stopped" else "serving", None)

@@ -16,6 +16,7 @@ from ansible_collections.baremetal.vllm.plugins.modules import (
     vllm_golden,
     vllm_info,
     vllm_lora,
+    vllm_page_cache,
     vllm_preload,
     vllm_reload,
     vllm_sleep,
@@ -33,6 +34,7 @@ CHANGES = [
     (vllm_reload, {}),
     (vllm_lora, {}),
 ]
+LOOKS = [(vllm_golden, {}), (vllm_watch, {}), (vllm_page_cache, {"state": "dropped"})]
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +48,7 @@ def host(tmp_path, monkeypatch):
     assert sorted(item.name for item in tmp_path.iterdir()) == ["etc"]
 
 
-@pytest.mark.parametrize(("module", "options"), [*CHANGES, (vllm_golden, {}), (vllm_watch, {})])
+@pytest.mark.parametrize(("module", "options"), [*CHANGES, *LOOKS])
 def test_an_unknown_engine(run_module, module, options):
     result = run_module(module.main, engine="chta", **options)
     assert f"host {HOST} has no engine 'chta'; engines declared there: chat" in result["msg"]
@@ -54,7 +56,7 @@ def test_an_unknown_engine(run_module, module, options):
     assert "site.yml" in result["next_step"]
 
 
-@pytest.mark.parametrize(("module", "options"), [*CHANGES, (vllm_info, {}), (vllm_golden, {}), (vllm_watch, {})])
+@pytest.mark.parametrize(("module", "options"), [*CHANGES, (vllm_info, {}), *LOOKS])
 def test_without_root(run_module, monkeypatch, module, options):
     monkeypatch.delenv(store.ROOT_VARIABLE)
     monkeypatch.setattr("os.geteuid", lambda: 1000)

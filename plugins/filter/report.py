@@ -81,16 +81,6 @@ def _start(begin: float, end: float, started: Row) -> list[tuple[str, float, flo
     return [("prepare", begin, began), ("boot", began, served), ("warm", served, warmed), ("prove", warmed, end)]
 
 
-def in_order(began: float, parts: t.Iterable[tuple[str, float]]) -> list[dict[str, t.Any]]:
-    """Phases of which only the order and the durations are known."""
-    found = []
-    for phase, seconds in parts:
-        if seconds >= 0.001:
-            found.append({"phase": phase, "at": round(began, 3), "seconds": round(seconds, 3)})
-        began += seconds
-    return found
-
-
 def span(out: Row) -> dict[str, t.Any]:
     """A time out of rotation that has ended: ``out_of_service`` of a module's result."""
     return {
@@ -155,14 +145,41 @@ LOOKS = {
 UNNAMED = Look("?", "", "", "#fff", '<path d="M2 2h2v2h-2z"/>')
 GAP = "between"
 
+# Of each kind of report the title, the playbook, the variable that names a run to go on with, and what it does then.
+DONE_STAYS = "It leaves alone what is done already:"
 TITLES = {
-    "roll": ("Rolling restart", "rolling_restart", "vllm_roll_run"),
-    "upgrade": ("Rolling upgrade", "rolling_upgrade", "vllm_upgrade_run"),
+    "roll": ("Rolling restart", "rolling_restart", "vllm_roll_run", ""),
+    "upgrade": ("Rolling upgrade", "rolling_upgrade", "vllm_upgrade_run", ""),
+    "switch": ("Switch", "switch", "", DONE_STAYS),
+    "schedule": ("Calendar", "schedule", "", DONE_STAYS),
+    "sleep": ("Sleep", "sleep", "", DONE_STAYS),
+    "wake": ("Wake", "wake", "", DONE_STAYS),
+    "measure": (
+        "Starts and wakes, measured",
+        "measure",
+        "",
+        "It brings back what is out, and measures anew:",
+    ),
+}
+# The ways into service that playbook measure knows, and what each of them is.
+MEASURED = {
+    "cold": "cold start",
+    "warm": "warm start",
+    "preload": "preload start",
+    "sleep1": "wake from level 1",
+    "sleep2": "wake from level 2",
+}
+MEASURED_SAYS = {
+    "cold": "weights read from the disk",
+    "preload": "weights from its preload daemon",
+    "sleep1": "weights copied back from host memory",
+    "sleep2": "weights loaded anew",
 }
 GOOD = {
     "restarted": "✔ restarted",
     "upgraded": "✔ upgraded",
     "changed": "✔ changed",
+    "measured": "✔ measured",
     "done": "✔ done before",
     "unchanged": "= unchanged",
 }
@@ -171,8 +188,9 @@ UNTOUCHED = {
     "waiting": "Not touched, still waiting",
     "done": "Done before, in this same run",
     "unchanged": "As they should be already",
+    "skipped": "Not measured",
 }
-WORDS = {**GOOD, **BAD, "waiting": "… waiting"}
+WORDS = {**GOOD, **BAD, "waiting": "… waiting", "skipped": "- not measured"}
 
 STYLE = """
 :root{color-scheme:light;--ink:#16181b;--soft:#5b6167;--line:#c9ced3}
@@ -226,6 +244,11 @@ svg{display:block;overflow:visible}
 .bar .rest{stroke:var(--ink)}
 .bar text,.legend text{font:700 11px ui-monospace,Menlo,"DejaVu Sans Mono",monospace;text-anchor:middle;fill:var(--ink);
  stroke:#fff;stroke-width:4px;paint-order:stroke;stroke-linejoin:round}
+.chart{margin:.2rem 0 1rem}
+.chart ol{list-style:none;margin:.2rem 0 0;padding:0}
+.chart li{display:grid;grid-template-columns:minmax(0,15rem) minmax(0,1fr) minmax(0,15rem);gap:.1rem .9rem;
+ border-top:1px solid var(--line);padding:.35rem 0;break-inside:avoid}
+.chart span{display:block;font-size:.83rem;color:var(--soft);font-weight:400}
 .ticks{width:100%;height:14px}
 .ticks text{font-size:12px;fill:var(--soft);text-anchor:middle}
 .ticks text:first-child{text-anchor:start}
@@ -251,6 +274,9 @@ footer{margin-top:2.5rem;color:var(--soft);font-size:.83rem}
  .when::before{top:5px}
  .when i{top:1px;height:9px}
  .lane .parts{grid-column:1/-1}
+ .chart li{grid-template-columns:minmax(0,1fr) minmax(0,1fr)}
+ .chart .value{text-align:right}
+ .chart .bar{grid-column:1/-1;order:3}
  table,tbody,tr,td{display:block}
  thead{display:none}
  tr{border-bottom:1px solid var(--ink);padding:.4rem 0}
@@ -293,6 +319,7 @@ class Lane(t.NamedTuple):
     """One time out of rotation of one engine. ``end`` is None while it lasts; all in seconds since the epoch."""
 
     row: Row
+    engine: str
     turn: int
     since: float
     end: float | None
@@ -310,7 +337,8 @@ class Page:
     def __init__(self, report: Row) -> None:
         self.report = report
         kind = str(report.get("schema") or "").rpartition("/")[2]
-        self.title, self.playbook, self.variable = TITLES.get(kind, (kind.capitalize() or "Report", kind, ""))
+        unknown = (kind.capitalize() or "Report", kind, "", "")
+        self.title, self.playbook, self.variable, self.again = TITLES.get(kind, unknown)
         self.written = _epoch(report.get("written"))
         lost = set(report.get("lost") or ())
         self.rows = [_row(row, lost) for row in [*(report.get("hosts") or ()), *(report.get("others") or ())]]
@@ -344,7 +372,9 @@ def _row(row: Row, lost: t.Collection[str]) -> Row:
     if outcome == "waiting" and row["name"] in lost:
         outcome = "lost"
     engine = row.get("engine")
-    if engine is None:  # one row for a host
+    if engine is None and outcome in (*BAD, "waiting"):  # one row for a host
+        engine = ", ".join(row.get("engines") or ())
+    elif engine is None:
         turns = [(", ".join(row.get(key) or ()), word) for key, word in (("slept", "asleep"), ("woken", "awake"))]
         engine = ", ".join(f"{names} {word}" for names, word in turns if names)
     reason = row.get("reason") or "; ".join(row.get("held") or ())
@@ -352,13 +382,20 @@ def _row(row: Row, lost: t.Collection[str]) -> Row:
 
 
 def _lanes(row: Row) -> list[Lane]:
-    found = []
-    for turn, one in enumerate(row.get("spans") or (), 1):
+    found: list[Lane] = []
+    for one in row.get("spans") or ():
         if one.get("since") is not None:
             since = float(one["since"])
             end = None if one.get("seconds") is None else since + float(one["seconds"])
-            found.append(Lane(row, turn, since, end, list(one.get("phases") or ())))
+            engine = str(one.get("engine") or row["engine"])
+            engine += f", {_way(row)}" if "path" in row else ""
+            turn = 1 + sum(lane.engine == engine for lane in found)
+            found.append(Lane(row, engine, turn, since, end, list(one.get("phases") or ())))
     return found
+
+
+def _way(row: Row) -> str:
+    return MEASURED.get(str(row["path"]), str(row["path"]))
 
 
 def _seconds(value: float) -> str:
@@ -413,7 +450,7 @@ def _ticks(longest: float) -> list[tuple[float, str]]:
 
 
 def _verdict(page: Page) -> Markup:
-    total, left = len(page.rows), page.count(*BAD, "waiting")
+    total, left = len(page.rows) - page.count("skipped"), page.count(*BAD, "waiting")
     if left:
         counts = [(page.count(outcome), WORDS[outcome].partition(" ")[2]) for outcome in (*BAD, "waiting")]
         says = ", ".join(f"{number} {word}" for number, word in counts if number)
@@ -468,12 +505,16 @@ def _failures(page: Page) -> list[Markup]:
     found = []
     for (name, outcome, reason), rows in cards.items():
         head, _newline, rest = reason.strip().partition("\n")
-        states = "; ".join(f"{row['engine']} {row.get('state') or 'not seen'}" for row in rows)
+        seen = [pair for row in rows for pair in (row.get("states") or {row["engine"]: row.get("state")}).items()]
+        states = "; ".join(f"{engine} {state or 'not seen'}" for engine, state in seen)
+        before = f"{'Before that' if outcome == 'lost' else 'Seen last'}: {states}"
+        if "path" in rows[0]:
+            before = "; ".join(f"{row['engine']}, {_way(row)}" for row in rows)
         found.append(
             _tag(
                 "article",
                 _tag("h3", _name(name), " ", _badge(outcome)),
-                _tag("p", f"{'Before that' if outcome == 'lost' else 'Seen last'}: {states}", class_="soft"),
+                _tag("p", before, class_="soft"),
                 _tag("pre", head or "It did not answer any more."),
                 _tag("details", _tag("summary", "All that was seen"), _tag("pre", rest)) if rest else "",
                 class_="card",
@@ -483,11 +524,14 @@ def _failures(page: Page) -> list[Markup]:
 
 
 def _resume(page: Page) -> list[Markup]:
-    if not page.of(*BAD, "waiting") or not page.variable:
+    if not page.of(*BAD, "waiting") or not (page.variable or page.again):
         return []
-    command = f"ansible-playbook -i INVENTORY baremetal.vllm.{page.playbook} -e {page.variable}={page.report['run']}"
+    command = f"ansible-playbook -i INVENTORY baremetal.vllm.{page.playbook}"
+    command += f" -e {page.variable}={page.report['run']}" if page.variable else ""
     journals = [
-        f"on {row['name']}: journalctl -u vllm-engine@{row['engine']}" for row in page.of("failed", "rolled_back")
+        f"on {row['name']}: journalctl -u vllm-engine@{engine}"
+        for row in page.of("failed", "rolled_back")
+        for engine in row.get("engines") or [row["engine"]]
     ]
     lost = sorted({row["name"] for row in page.of("lost")})
     found = [_tag("h2", "How to go on")]
@@ -498,7 +542,7 @@ def _resume(page: Page) -> list[Markup]:
         ]
     if lost:
         found.append(_tag("p", f"Bring back {', '.join(lost)}, or leave it out with --limit."))
-    again = "It begins with the hosts that do not serve, and leaves alone those that are done:"
+    again = page.again or "It begins with the hosts that do not serve, and leaves alone those that are done:"
     return [
         *found,
         _tag("p", f"Run the same command again, with its own options. {again}"),
@@ -515,6 +559,27 @@ def _sums(lane: Lane) -> list[tuple[str, float]]:
     return [*spent.items(), *([(GAP, between)] if spent and between >= 0.05 else [])]
 
 
+def _blocks(phases: t.Iterable[tuple[str, float, float]], whole: float) -> tuple[list[Markup], list[Markup]]:
+    """The blocks of phases, each from its beginning and as wide as it was long; and the letters upon them."""
+    blocks, letters = [], []
+    for phase, begin, width in phases:
+        look = _look(phase)
+        blocks.append(
+            _tag(
+                "rect",
+                _tag("title", f"{look.word} {_seconds(width)}"),
+                x=_share(begin, whole),
+                width=_share(width, whole),
+                y=2,
+                height=18,
+                fill=_fill(phase),
+            )
+        )
+        if width / whole >= 0.03:
+            letters.append(_tag("text", look.letter, x=_share(begin + width / 2, whole), y=15))
+    return blocks, letters
+
+
 def _bar(page: Page, lane: Lane) -> Markup:
     parts: list[t.Any] = []
     for tick, _says in _ticks(page.longest):
@@ -522,25 +587,10 @@ def _bar(page: Page, lane: Lane) -> Markup:
         parts.append(_tag("line", x1=at, x2=at, y1=0, y2=22))
     end = 100.0 if lane.end is None else 100 * (lane.until() - lane.since) / page.longest
     parts.append(_tag("line", x1="0%", x2=f"{end:.3f}%", y1=11, y2=11, class_="rest"))
-    known = 0.0
-    letters: list[Markup] = []
-    for one in lane.phases:
-        begin, width = float(one["at"]) - lane.since, float(one["seconds"])
-        known = max(known, begin + width)
-        look = _look(one["phase"])
-        parts.append(
-            _tag(
-                "rect",
-                _tag("title", f"{look.word} {_seconds(width)}"),
-                x=_share(begin, page.longest),
-                width=_share(width, page.longest),
-                y=2,
-                height=18,
-                fill=_fill(one["phase"]),
-            )
-        )
-        if width / page.longest >= 0.03:
-            letters.append(_tag("text", look.letter, x=_share(begin + width / 2, page.longest), y=15))
+    drawn = [(one["phase"], float(one["at"]) - lane.since, float(one["seconds"])) for one in lane.phases]
+    known = max((begin + width for _phase, begin, width in drawn), default=0.0)
+    blocks, letters = _blocks(drawn, page.longest)
+    parts += blocks
     if lane.end is None and known < page.longest:
         left = page.longest - known
         parts.append(
@@ -571,7 +621,7 @@ def _lane(page: Page, lane: Lane) -> Markup:
         _tag(
             "div",
             _tag("b", _name(row["name"])),
-            f"{row['engine']}{again} ",
+            f"{lane.engine}{again} ",
             _badge(row["outcome"]) if row["outcome"] in BAD else "",
             class_="who",
         ),
@@ -583,11 +633,8 @@ def _lane(page: Page, lane: Lane) -> Markup:
     )
 
 
-def _timeline(page: Page) -> list[Markup]:
-    if not page.lanes:
-        return []
-    there = {one["phase"] for lane in page.lanes for one in lane.phases}
-    legend = []
+def _legend(there: set[str]) -> Markup:
+    entries = []
     for phase in [*(one for one in LOOKS if one in there), *sorted(there - set(LOOKS))]:
         look = _look(phase)
         sample = _tag(
@@ -597,7 +644,90 @@ def _timeline(page: Page) -> list[Markup]:
             aria_hidden="true",
         )
         says = _tag("span", f" {look.says}", class_="soft") if look.says else ""
-        legend.append(_tag("li", sample, _tag("b", look.word), says))
+        entries.append(_tag("li", sample, _tag("b", look.word), says))
+    return _tag("ul", *entries, class_="legend")
+
+
+def _charts(page: Page) -> list[Markup]:
+    """The bars of what was measured: how long until proved, and how much GPU memory."""
+    rows = list(page.report.get("summary") or ())
+    if not rows:
+        return []
+    engines = list(dict.fromkeys((row["name"], row["engine"]) for row in rows))
+    longest = max(float(row["ready_s"]["max"]) for row in rows) or 1.0
+    largest = max((row["gpu_peak_mib"] or 0 for row in rows), default=0)
+    found = [
+        _tag("h2", "Until an engine is proved"),
+        _tag(
+            "p",
+            "From the beginning of the start or the wake until its golden, or a completion, has proved the engine. Of "
+            "several rounds the one in the middle is drawn, and the median is given with the least and the most.",
+            class_="soft",
+        ),
+        _legend({str(one["phase"]) for row in rows for one in row["phases"]}),
+    ]
+    for host, engine in engines:
+        bars = [_time_bar(row, longest) for row in rows if (row["name"], row["engine"]) == (host, engine)]
+        found.append(_tag("section", _tag("h3", _name(host), f" {engine}"), _tag("ol", *bars), class_="chart"))
+    found.append(_tag("h2", "GPU memory"))
+    if not largest:
+        return [*found, _tag("p", "It was not seen: NVML gave no number.", class_="soft")]
+    found.append(
+        _tag(
+            "p",
+            "The most that the processes of the engine held on all of its GPUs in any sample until it served; before a "
+            "wake, what they held asleep.",
+            class_="soft",
+        )
+    )
+    for host, engine in engines:
+        bars = [_memory_bar(row, largest) for row in rows if (row["name"], row["engine"]) == (host, engine)]
+        found.append(_tag("section", _tag("h3", _name(host), f" {engine}"), _tag("ol", *bars), class_="chart"))
+    return found
+
+
+def _chart_row(row: Row, parts: t.Iterable[Markup], value: str, more: t.Iterable[str]) -> Markup:
+    says = MEASURED_SAYS.get(str(row["path"]), "")
+    if row["path"] == "warm":
+        share = row.get("cached_share")
+        says = f"weights in the page cache: {'not seen' if share is None else f'{100 * share:.0f} %'}"
+    return _tag(
+        "li",
+        _tag("div", _tag("b", _way(row)), _tag("span", says), class_="what"),
+        _tag("svg", *parts, class_="bar", role="img", aria_label=f"{_way(row)}: {value}"),
+        _tag("div", _tag("b", value), *(_tag("span", one) for one in more), class_="value n"),
+    )
+
+
+def _time_bar(row: Row, longest: float) -> Markup:
+    ready, token = row["ready_s"], row["first_token_s"]
+    begin, drawn = 0.0, []
+    for one in row["phases"]:
+        drawn.append((str(one["phase"]), begin, float(one["seconds"])))
+        begin += float(one["seconds"])
+    blocks, letters = _blocks(drawn, longest)
+    more = [f"{_seconds(ready['min'])} to {_seconds(ready['max'])}, {row['rounds']} rounds"] * (row["rounds"] > 1)
+    more += [f"first token {_milliseconds(token['median'])}"] if token else []
+    return _chart_row(row, [*blocks, *letters], _seconds(ready["median"]), more)
+
+
+def _memory_bar(row: Row, largest: int) -> Markup:
+    peak, asleep = row["gpu_peak_mib"], row["gpu_asleep_mib"]
+    parts = []
+    for mib, fill in ((peak, "#c9ced3"), (asleep, _fill("sleep"))):
+        if mib is not None:
+            parts.append(_tag("rect", x=0, width=_share(mib, largest), y=2, height=18, fill=fill))
+    more = [] if asleep is None else [f"asleep {_mib(asleep)}"]
+    return _chart_row(row, parts, _mib(peak) or "not seen", more)
+
+
+def _milliseconds(value: float) -> str:
+    return f"{1000 * value:.0f} ms" if value < 1 else _seconds(value)
+
+
+def _timeline(page: Page) -> list[Markup]:
+    if not page.lanes:
+        return []
     marks = [
         _tag("text", says, x=_share(tick, page.longest), y=11)
         for tick, says in _ticks(page.longest)
@@ -619,7 +749,7 @@ def _timeline(page: Page) -> list[Markup]:
             "withdrawal; a bare line is time between two steps. The small box shows when that was in the whole run.",
             class_="soft",
         ),
-        _tag("ul", *legend, class_="legend"),
+        _legend({one["phase"] for lane in page.lanes for one in lane.phases}),
         axis,
         _tag("ol", *(_lane(page, lane) for lane in page.lanes), class_="lanes"),
     ]
@@ -658,6 +788,25 @@ def _cells(row: Row) -> list[tuple[str, t.Any]]:
             ("requests cut", "not known" if cut is None else cut),
             ("proved by", row.get("proof") or "nothing"),
         ]
+    if "path" in row:
+        ready, slept = row.get("ready_s"), row.get("sleep_s")
+        share = row.get("cached_share")
+        token = row.get("first_token_s")
+        cells[2:] = [
+            ("measured", _way(row)),
+            ("round", row.get("round") or ""),
+            ("outcome", _badge(row["outcome"])),
+            ("proved after", "not seen" if ready is None else _seconds(float(ready))),
+            ("first token", "not seen" if token is None else _milliseconds(float(token))),
+            ("peak GPU memory", _mib(row.get("gpu_peak_mib")) or "not seen"),
+            ("fell asleep in", "" if slept is None else _seconds(float(slept))),
+            ("asleep", _mib(row.get("gpu_asleep_mib")) or ""),
+            (
+                "in the page cache",
+                "" if share is None else "dropped" if row["path"] == "cold" else f"{100 * share:.0f} %",
+            ),
+            ("proved by", row.get("proof") or "nothing"),
+        ]
     if row.get("speed_after") is not None:
         cells.append(("tokens/s", _pair(row.get("speed_before"), row["speed_after"], "not timed")))
     return cells
@@ -673,7 +822,7 @@ def _engines(page: Page) -> list[Markup]:
         _tag("tr", *(_tag("td", _tag("span", one.get(head, "")), data_of=head) for head in heads)) for one in cells
     ]
     return [
-        _tag("h2", "Engines, before and after"),
+        _tag("h2", "Engines, before and after" if "path" not in rows[0] else "Each measurement"),
         _tag("table", _tag("thead", _tag("tr", *(_tag("th", head) for head in heads))), _tag("tbody", *lines)),
     ]
 
@@ -682,7 +831,17 @@ def _untouched(page: Page) -> list[Markup]:
     found = []
     for outcome, words in UNTOUCHED.items():
         rows = page.of(outcome)
-        if rows:
+        if rows and outcome == "skipped":
+            lines = [
+                _tag(
+                    "li",
+                    _tag("b", f"{row['name']} {row['engine']}, {_way(row)}"),
+                    f": {row['reason']}",
+                )
+                for row in rows
+            ]
+            found += [_tag("h2", words), _tag("ul", *lines)]
+        elif rows:
             reasons = [f" ({row['reason']})" if row["reason"] else "" for row in rows]
             names = [_tag("span", f"{row['name']} {row['engine']}".strip(), why) for row, why in zip(rows, reasons)]
             found += [_tag("h2", f"{words}: {len(rows)}"), _tag("p", *names, class_="names n")]
@@ -703,6 +862,7 @@ def vllm_report_page(report: Row) -> str:
         _figures(page),
         *_failures(page),
         *_resume(page),
+        *_charts(page),
         *_timeline(page),
         *_engines(page),
         *([_tag("h2", "Seen while the first hosts were watched"), _tag("ul", *notes)] if notes else []),

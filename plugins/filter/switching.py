@@ -11,7 +11,7 @@ from __future__ import annotations
 import typing as t
 
 from ansible_collections.baremetal.vllm.plugins.filter.fleet import DRAIN_STEPS
-from ansible_collections.baremetal.vllm.plugins.filter.report import in_order
+from ansible_collections.baremetal.vllm.plugins.filter.report import phases
 
 AWAKE = ("serving", "withdrawn", "draining", "drained")
 # Nothing of such an engine is on a GPU.
@@ -21,6 +21,9 @@ COME = {"starting": "settling", "asleep": "wake", "waking": "wake", "stopped": "
 RETURNING = {**COME, "starting": "start", "unknown": "restart"}
 # MiB by which a sleeping engine's memory may differ between two looks.
 GROWTH = 256
+# What the calls of a run are registered as, in their order; the second are those of the way back after a failure.
+CALLS = ("slept", "woken", "started", "admitted")
+CALLS_BACK = ("reslept", "stopped", "rewoken", "restarted", "renewed", "readmitted")
 WAKE_STEPS = ("wake", "wake_weights", "reload", "wake_kv", "reset_cache", "adapters")
 
 
@@ -295,7 +298,7 @@ def vllm_switch_return(
 
     What did not hold the GPU before must not hold it now: ``sleep`` for those that serve, ``stop`` for those of which
     nothing else is sure. Then those come back that were awake: ``wake``, ``start``, ``admit``, and ``restart`` where
-    what they do is unknown.
+    what they do is unknown; of those that the plan has under ``renew``, whatever state they are in.
     """
     way: dict[str, list[str]] = {key: [] for key in ("sleep", "stop", "wake", "start", "restart", "admit")}
     for name in [*plan["wake"], *plan["start"]]:
@@ -308,6 +311,7 @@ def vllm_switch_return(
         state = engines[name]["state"]
         if state != "serving":
             way[RETURNING.get(state, "admit")].append(name)
+    way["restart"] += [name for name in plan.get("renew") or () if engines[name]["state"] != "serving"]
     return way
 
 
@@ -323,7 +327,7 @@ def _swollen(seen: t.Mapping[str, t.Any]) -> bool:
 
 
 def vllm_switch_rows(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) -> list[dict[str, t.Any]]:
-    """One row for each host that a run has looked at: what it changed, and where the seconds went.
+    """One row for each host that a run has looked at: what it changed, and where the seconds went; or why it failed.
 
     Engines of one call are handled side by side, so the slowest stands for all of them. ``overhead_s`` is Ansible's own
     time, and that of steps that have no column.
@@ -334,12 +338,7 @@ def vllm_switch_rows(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) ->
         plan = values.get("__vllm_switch_plan")
         if plan is None:
             continue
-        calls = [
-            engines
-            for key in ("slept", "woken", "started", "admitted")
-            for result in _results(values.get(f"__vllm_switch_{key}") or {})
-            if (engines := result.get("engines"))
-        ]
+        calls = [engines for key in CALLS for result in _called(values, key) if (engines := result.get("engines"))]
         slowest = [max(engines.values(), key=lambda one: one.get("elapsed") or 0.0) for engines in calls]
         begun, ended = values.get("__vllm_switch_begun"), values.get("__vllm_switch_ended")
         seconds = sum(one.get("elapsed") or 0.0 for one in slowest)
@@ -356,15 +355,21 @@ def vllm_switch_rows(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) ->
             "start_s": spent.get("stop", 0.0) + spent.get("start", 0.0),
             "prove_s": spent.get("prove", 0.0),
         }
-        parts = [("drain", "drain"), ("sleep", "sleep"), ("wake", "wake"), ("start", "start"), ("prove", "prove")]
-        order = in_order(float(begun), [(phase, row[f"{key}_s"]) for phase, key in parts]) if begun and ended else []
         row["overhead_s"] = seconds - sum(row.values())
+        changed = any(one.get("changed") for engines in calls for one in engines.values())
+        failed = values.get("__vllm_switch_said")
+        slept = [name for one in plan["sleep"] for name in one["engines"]]
+        going = [*slept, *plan["wake"], *plan["start"], *plan["admit"]]
+        waits = bool(going) and not ended
         rows.append(
             {
                 "name": host,
-                "spans": [{"since": float(begun), "seconds": round(seconds, 3), "phases": order}] if order else [],
-                "changed": any(one.get("changed") for engines in calls for one in engines.values()),
-                "slept": [name for one in plan["sleep"] for name in one["engines"]],
+                "outcome": "failed" if failed else "waiting" if waits else "changed" if changed else "unchanged",
+                "reason": str(failed or ""),
+                "engines": going,
+                **_lanes(values),
+                "changed": changed,
+                "slept": slept,
                 "woken": [*plan["wake"], *plan["start"]],
                 "held": plan["held"],
                 "seconds": round(seconds, 3),
@@ -372,6 +377,31 @@ def vllm_switch_rows(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) ->
             }
         )
     return rows
+
+
+def _lanes(values: t.Mapping[str, t.Any]) -> dict[str, t.Any]:
+    """The states in which the calls of this run have left the engines, and when each of their steps was."""
+    found: dict[str, list[t.Mapping[str, t.Any]]] = {}
+    for key in (*CALLS, *CALLS_BACK):
+        for result in _called(values, key):
+            for name, one in (result.get("engines") or {}).items():
+                found.setdefault(name, []).append(one)
+    states = {name: (calls[-1].get("after") or {}).get("state") for name, calls in found.items()}
+    spans = []
+    for name, calls in found.items():
+        steps = [step for one in calls for step in one.get("steps") or ()]
+        if not steps:
+            continue
+        started = next((one["started"] for one in reversed(calls) if one.get("started")), None)
+        since = float(steps[0]["at"]) - float(steps[0]["seconds"])
+        ended = not calls[-1].get("failed") or states[name] == "serving"
+        seconds = round(float(steps[-1]["at"]) - since, 3) if ended else None
+        spans.append({"engine": name, "since": since, "seconds": seconds, "phases": phases(steps, started)})
+    return {"states": states, "spans": spans}
+
+
+def _called(values: t.Mapping[str, t.Any], key: str) -> list[t.Mapping[str, t.Any]]:
+    return _results(values.get(f"__vllm_switch_{key}") or {})
 
 
 def _results(registered: t.Mapping[str, t.Any]) -> list[t.Mapping[str, t.Any]]:

@@ -316,10 +316,11 @@ def test_an_upgrade_that_is_stuck_is_still_out():
 
 
 def test_a_switch():
-    taken = {"timings": {"await_idle": 2.0, "sleep": 5.0}, "elapsed": 7.0, "changed": True}
+    steps = [step("await_idle", 0, 2), step("sleep", 3, 8)]
+    taken = {"timings": {"await_idle": 2.0, "sleep": 5.0}, "steps": steps, "elapsed": 8.0, "changed": True}
     values = {
         "__vllm_switch_plan": {
-            "sleep": [{"engines": ["chat"], "level": 1}], "wake": ["code"], "start": [], "held": [],
+            "sleep": [{"engines": ["chat"], "level": 1}], "wake": ["code"], "start": [], "admit": [], "held": [],
         },
         "__vllm_switch_slept": {"results": [{"engines": {"chat": taken}}]},
         "__vllm_switch_begun": str(AT), "__vllm_switch_ended": str(AT + 12),
@@ -328,7 +329,27 @@ def test_a_switch():
     page = read({"schema": "baremetal.vllm/switch", "run": "s", "hosts": rows})
     assert "Switch" in page.text
     assert "chat asleep, code awake" in page.text
-    assert "drain 2.0 s · sleep 5.0 s · between 5.0 s" in page.text
+    assert "drain 2.0 s · sleep 5.0 s · between 1.0 s" in page.text
+
+
+def test_a_switch_that_failed():
+    plan = {"sleep": [{"engines": ["chat"], "level": 1}], "wake": ["code"], "start": [], "admit": [], "held": []}
+    taken = {"failed": True, "steps": [step("sleep", 3, 8)], "after": {"state": "withdrawn"}}
+    values = {
+        "__vllm_switch_plan": plan,
+        "__vllm_switch_said": "e1: it freed nothing\nmore of it",
+        "__vllm_switch_slept": {"results": [{"engines": {"chat": taken}}]},
+    }
+    rows = switching.vllm_switch_rows(["e1", "e2"], {"e1": values, "e2": {"__vllm_switch_plan": plan}})
+    page = read({"schema": "baremetal.vllm/switch", "run": "s", "hosts": rows, "lost": []})
+    assert "Not complete: 1 failed, 1 waiting; 0 of 2 done" in page.text
+    assert "Seen last: chat withdrawn" in page.text
+    assert "e1: it freed nothing" in page.text
+    assert "still out" in page.text
+    assert "on e1: journalctl -u vllm-engine@chat" in page.text
+    command = page.text.partition("ansible-playbook -i INVENTORY ")[2]
+    assert command.startswith("baremetal.vllm.switch")
+    assert not command.startswith("baremetal.vllm.switch -e")
 
 
 def test_a_fleet_of_500_is_one_page_of_moderate_size():

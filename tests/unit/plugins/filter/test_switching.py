@@ -324,6 +324,15 @@ def test_what_was_not_awake_does_not_come_back():
 
 
 @pytest.mark.parametrize(
+    ("state", "again"), [("serving", []), ("asleep", ["chat"]), ("stopped", ["chat"]), ("drained", ["chat"])]
+)
+def test_what_is_to_be_new_is_restarted_from_any_state(state, again):
+    renew = {"sleep": [], "wake": [], "start": [], "renew": ["chat"]}
+    way = switching.vllm_switch_return({"chat": seen(state)}, {"chat": seen()}, renew)
+    assert {key: names for key, names in way.items() if names} == ({"restart": again} if again else {})
+
+
+@pytest.mark.parametrize(
     ("states", "names", "group", "says"),
     [
         (["serving", "asleep"], ["code"], ["chat", "code"], ["'code' shares its GPU with chat (serving)"]),
@@ -375,12 +384,9 @@ def test_what_is_to_wake(engine, action):
 
 def test_rows_say_where_the_seconds_went():
     steps = {"withdraw": 0.1, "await_router": 3.0, "await_idle": 0.5, "close": 0.1, "sleep": 0.4}
-    slept = {"results": [{"engines": {"chat": {"changed": True, "elapsed": 4.2, "timings": steps}}}]}
-    woken = {
-        "engines": {
-            "code": {"changed": True, "elapsed": 0.8, "timings": {"wake": 0.4, "reset_cache": 0.1, "prove": 0.2}}
-        }
-    }
+    slept = {"results": [{"engines": {"chat": done_by(steps, 1001.0, "asleep", elapsed=4.2)}}]}
+    steps = {"wake": 0.4, "reset_cache": 0.1, "prove": 0.2}
+    woken = {"engines": {"code": done_by(steps, 1005.5, "serving", elapsed=0.8)}}
     done = {
         "__vllm_switch_plan": {"sleep": AT_1, "wake": ["code"], "start": [], "admit": [], "held": []},
         "__vllm_switch_slept": slept,
@@ -395,12 +401,25 @@ def test_rows_say_where_the_seconds_went():
     rows = switching.vllm_switch_rows(["e1", "e2", "e3"], {"e1": done, "e2": nothing, "e3": {}})
     assert [row["name"] for row in rows] == ["e1", "e2"], "nothing is known of the third"
     first, second = rows
-    (span,) = first.pop("spans")
-    assert (span["since"], span["seconds"]) == (1000.0, 6.5)
-    phases = [(one["phase"], one["at"], one["seconds"]) for one in span["phases"]]
-    assert phases == [("drain", 1000.0, 3.7), ("sleep", 1003.7, 0.4), ("wake", 1004.1, 0.5), ("prove", 1004.6, 0.2)]
+    spans = first.pop("spans")
+    assert [(one["engine"], one["since"], one["seconds"]) for one in spans] == [
+        ("chat", 1001.0, 4.1),
+        ("code", 1005.5, 0.7),
+    ]
+    phases = [(one["phase"], one["at"], one["seconds"]) for span in spans for one in span["phases"]]
+    assert phases == [
+        ("withdraw", 1001.0, 3.1),
+        ("drain", 1004.1, 0.6),
+        ("sleep", 1004.7, 0.4),
+        ("wake", 1005.5, 0.5),
+        ("prove", 1006.0, 0.2),
+    ]
     assert {key: value for key, value in first.items() if not key.endswith("_s")} == {
         "name": "e1",
+        "outcome": "changed",
+        "reason": "",
+        "engines": ["chat", "code"],
+        "states": {"chat": "asleep", "code": "serving"},
         "changed": True,
         "slept": ["chat"],
         "woken": ["code"],
@@ -410,3 +429,41 @@ def test_rows_say_where_the_seconds_went():
     parts = ("drain_s", "sleep_s", "wake_s", "start_s", "prove_s", "overhead_s")
     assert [first[key] for key in parts] == [3.7, 0.4, 0.5, 0.0, 0.2, 1.7]
     assert (second["changed"], second["seconds"], second["held"]) == (False, 0.0, ["'chat' is held by ops"])
+    assert second["outcome"] == "unchanged"
+
+
+def done_by(steps, began, state, **more):
+    """The result of a call for one engine, whose steps followed each other."""
+    found, at = [], began
+    for step, seconds in steps.items():
+        at += seconds
+        found.append({"step": step, "seconds": seconds, "at": round(at, 3)})
+    return {"changed": True, "timings": steps, "steps": found, "after": {"state": state}, **more}
+
+
+@pytest.mark.parametrize(
+    ("back", "state", "ended", "shown"),
+    [
+        # A way back that ends where it should; one that fails too; and none, as of sleep and wake.
+        ({"wake": 1.0, "admit": 0.5}, "serving", 11.5, ["withdraw", "sleep", "wake", "admit"]),
+        ({"wake": 1.0}, "unknown", None, ["withdraw", "sleep", "wake"]),
+        ({}, "withdrawn", None, ["withdraw", "sleep"]),
+    ],
+)
+def test_rows_of_a_run_that_failed(back, state, ended, shown):
+    plan = {"sleep": AT_1, "wake": ["code"], "start": [], "admit": [], "held": []}
+    slept = done_by({"withdraw": 0.1, "sleep": 2.0}, 1000.0, "withdrawn", failed=True)
+    again = {"engines": {"chat": done_by(back, 1010.0, state, failed=ended is None)}}
+    broken = {
+        "__vllm_switch_plan": plan,
+        "__vllm_switch_begun": "1000.0",
+        "__vllm_switch_said": "e1: it freed nothing",
+        "__vllm_switch_slept": {"failed": True, "results": [{"engines": {"chat": slept}}]},
+        **({"__vllm_switch_rewoken": again} if back else {}),
+    }
+    first, second = switching.vllm_switch_rows(["e1", "e2"], {"e1": broken, "e2": {"__vllm_switch_plan": plan}})
+    assert (first["outcome"], first["reason"], first["states"]) == ("failed", "e1: it freed nothing", {"chat": state})
+    (span,) = first["spans"]
+    assert (span["engine"], span["since"], span["seconds"]) == ("chat", 1000.0, ended)
+    assert [one["phase"] for one in span["phases"]] == shown
+    assert (second["outcome"], second["spans"], second["engines"]) == ("waiting", [], ["chat", "code"])

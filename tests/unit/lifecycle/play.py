@@ -3,7 +3,7 @@
 """Runs a playbook of this collection on one simulated host, without a process for each task.
 
 Ansible's own templating and the collection's own filters and modules; the order of tasks is the playbook's. Only what
-plays/switch, schedule and rolling_upgrade use is understood, so a task of another kind is an error and not left out.
+playbooks switch, schedule, measure and rolling_upgrade use is understood, so a task of another kind is an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from pathlib import Path
 from ansible.parsing.dataloader import DataLoader
 from ansible.template import Templar
 
-from ansible_collections.baremetal.vllm.plugins.filter import capacity, fleet, report, schedule, switching, upgrade
+from ansible_collections.baremetal.vllm.plugins.filter import (
+    capacity,
+    fleet,
+    measuring,
+    report,
+    schedule,
+    switching,
+    upgrade,
+)
 
 try:
     from ansible.template import trust_as_template
@@ -34,7 +42,7 @@ MODULES = "ansible_collections.baremetal.vllm.plugins.modules"
 OMIT = "__omit_place_holder__"
 IGNORED = tuple(f"ansible.builtin.{name}" for name in ("debug", "setup", "systemd_service", "wait_for_connection"))
 KEYWORDS = ("name", "when", "vars", "loop", "loop_control", "register", "run_once", "changed_when",
-            "delegate_to", "become", "ignore_errors", "ignore_unreachable")  # fmt: skip
+            "delegate_to", "become", "ignore_errors", "ignore_unreachable", "check_mode", "failed_when")  # fmt: skip
 ROLES = ("ansible.builtin.import_role", "ansible.builtin.include_role")
 
 
@@ -119,9 +127,11 @@ class Play:
             if not self._holds(task.get("when", []), own):
                 return
             path = self.here[-1] / str(task[action])
-            self.here.append(path.parent)
-            self._tasks(self.loader.load_from_file(str(path), **TRUSTED), own)
-            self.here.pop()
+            name = (task.get("loop_control") or {}).get("loop_var", "item")
+            for one in self._value(task["loop"], own) if "loop" in task else [None]:
+                self.here.append(path.parent)
+                self._tasks(self.loader.load_from_file(str(path), **TRUSTED), {**own, name: one})
+                self.here.pop()
             return
         if not self._holds(task.get("when", []), own):
             result: dict[str, t.Any] = {"changed": False, "skipped": True}
@@ -133,6 +143,8 @@ class Play:
             result = {"results": results, "failed": any(one.get("failed") for one in results)}
         else:
             result = self._once(task, action, own)
+        if task.get("failed_when") is False:
+            result["failed"] = False
         if "register" in task:
             self.facts[task["register"]] = result
         if result.get("failed") and not task.get("ignore_errors"):
@@ -176,6 +188,8 @@ class Play:
             return {"failed": not good, "msg": "" if good else self._value(given["fail_msg"], own)}
         collection, _dot, module = action.rpartition(".")
         assert collection == "baremetal.vllm", f"unknown action {action}"
+        if task.get("check_mode"):
+            arguments["check_mode"] = True
         self._note(module, arguments)
         return self.call(importlib.import_module(f"{MODULES}.{module}"), **arguments)
 
@@ -197,7 +211,7 @@ class Play:
         templar = Templar(self.loader, variables={**self.facts, **own})
         # Ansible's own way to them is through its loader of collections, which a test's imports have forestalled.
         filters = getattr(templar, "_engine", templar).environment.filters
-        for plugins in (capacity, fleet, report, schedule, switching, upgrade):
+        for plugins in (capacity, fleet, measuring, report, schedule, switching, upgrade):
             for name, function in plugins.FilterModule().filters().items():
                 filters[f"baremetal.vllm.{name}"] = function
         return templar

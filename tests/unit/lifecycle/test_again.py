@@ -13,8 +13,14 @@ from ansible_collections.baremetal.vllm.tests.unit.lifecycle.world import CHECKO
 
 pytestmark = pytest.mark.long
 
-# The first writes files under /etc, the second has a test of its own, and the last only calls modules of awx.awx.
-ELSEWHERE = {"site.yml": "molecule/rolling", "rolling_upgrade.yml": "test_upgrade_play", "awx_apply.yml": ""}
+# The first writes files under /etc, the next two have tests of their own (to measure changes each time), and the last
+# only calls modules of awx.awx.
+ELSEWHERE = {
+    "site.yml": "molecule/rolling",
+    "rolling_upgrade.yml": "test_upgrade_play",
+    "measure.yml": "test_measure",
+    "awx_apply.yml": "",
+}
 ALL_DAY = [{"name": "day", "from": "00:00", "to": "24:00", "awake": ["chat"], "asleep": ["code"], "level": 2}]
 # By chapter, in order: book, hosts, whether the first run has something to do, and its variables.
 BOOKS = {

@@ -24,6 +24,8 @@ GROWTH = 256
 # What the calls of a run are registered as, in their order; the second are those of the way back after a failure.
 CALLS = ("slept", "woken", "started", "admitted")
 CALLS_BACK = ("reslept", "stopped", "rewoken", "restarted", "renewed", "readmitted")
+# Steps of a moment, which no lane shows.
+OUR_OWN = ("lease", "release")
 WAKE_STEPS = ("wake", "wake_weights", "reload", "wake_kv", "reset_cache", "adapters")
 
 
@@ -389,7 +391,7 @@ def _lanes(values: t.Mapping[str, t.Any]) -> dict[str, t.Any]:
     states = {name: (calls[-1].get("after") or {}).get("state") for name, calls in found.items()}
     spans = []
     for name, calls in found.items():
-        steps = [step for one in calls for step in one.get("steps") or ()]
+        steps = [step for one in calls for step in one.get("steps") or () if step["step"] not in OUR_OWN]
         if not steps:
             continue
         started = next((one["started"] for one in reversed(calls) if one.get("started")), None)

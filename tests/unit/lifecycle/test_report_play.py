@@ -163,3 +163,36 @@ def test_the_page_of_a_roll_that_stopped(world):
         ("h1", "failed", fleet.hosts["h1"].chat.active()),
         ("h2", "waiting", "serving"),
     ]
+
+
+def test_the_pages_of_a_sleep_and_a_wake_that_failed_and_of_those_that_did_not(world):
+    fleet = Rolled(world, "h1")
+    chat = fleet.hosts["h1"].chat
+    given = {"vllm_report_path": str(fleet.json), "vllm_sleep_min_serving": 0}
+
+    chat.set_fault("sleep_frees_nothing")
+    fleet.play("sleep.yml", rc=2, **given)
+    page, (row,) = fleet.page(), json.loads(fleet.json.read_text())["hosts"]
+    assert page.text("verdict") == "✖ Not complete: 1 failed; 0 of 1 done"
+    assert "freed nothing on" in page.text("card")
+    (lane,) = page.lanes
+    assert lane["took"] == ["still out"]
+    assert [name for name in ("withdrawn", "drain", "sleep") if f"{name} " in lane["parts"][0]][-2:] == [
+        "drain",
+        "sleep",
+    ]
+    assert (row["outcome"], row["engines"]) == ("failed", ["chat"])
+    chat.clear_faults()
+
+    fleet.play("sleep.yml", **given)
+    page, (row,) = fleet.page(), json.loads(fleet.json.read_text())["hosts"]
+    assert page.text("verdict") == "✔ Complete: 1 of 1"
+    assert (row["outcome"], row["states"]) == ("changed", {"chat": "asleep"})
+
+    chat.set_fault("wake_noop")
+    fleet.play("wake.yml", rc=2, **given)
+    page, (row,) = fleet.page(), json.loads(fleet.json.read_text())["hosts"]
+    assert page.text("verdict") == "✖ Not complete: 1 failed; 0 of 1 done"
+    assert "still sleeps" in page.text("card")
+    assert row["reason"].startswith('h1: "Wake, prove and admit" failed')
+    chat.clear_faults()

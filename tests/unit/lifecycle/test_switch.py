@@ -316,8 +316,10 @@ def test_the_report_says_where_the_seconds_went(pair):
     assert abs(sum(parts) - row["seconds"]) < 0.01
     assert min(row["drain_s"], row["sleep_s"], row["wake_s"], row["prove_s"]) > 0
     assert row["start_s"] == 0
-    (span,) = row["spans"]
-    assert [one["phase"] for one in span["phases"]] == ["drain", "sleep", "wake", "prove"]
+    went, came = row["spans"]
+    assert [went["engine"], *(one["phase"] for one in went["phases"])] == ["code", "withdraw", "drain", "sleep"]
+    assert [came["engine"], *(one["phase"] for one in came["phases"])] == ["chat", "wake", "prove", "admit"]
+    assert went["since"] + went["seconds"] <= came["since"]
     assert "code asleep, chat awake" in play.page
     assert pair.host.engines["code"].lease()["run"] == "late shift"
 
@@ -471,6 +473,9 @@ def test_sleep_and_wake_by_hand(pair):
     wake = pair.play("")
     assert wake.run("wake.yml") == ""
     judge(pair, "chat")
+    for play, phases in ((sleep, ["withdraw", "drain", "sleep"]), (wake, ["wake", "prove", "admit"])):
+        (span,) = play.rows()[0]["spans"]
+        assert [span["engine"], *(one["phase"] for one in span["phases"])] == ["chat", *phases]
     assert wake.rows()[0]["woken"] == ["chat"]
     again = pair.play("")
     assert again.run("wake.yml") == ""
@@ -487,9 +492,13 @@ def test_what_the_host_shows_is_in_the_message_of_each_failure(pair):
     chat = pair.host.engines["chat"]
     chat.set_fault("sleep_5xx_before")
     for book in ("switch.yml", "sleep.yml"):
-        said = pair.play("code", vllm_sleep_min_serving=0).run(book)
+        play = pair.play("code", vllm_sleep_min_serving=0)
+        said = play.run(book)
         assert "Drain, put to sleep, and prove the memory free" in said
         shows(said)
+        (row,) = play.rows()
+        assert (row["outcome"], row["reason"], row["name"]) == ("failed", said, "e1")
+        assert "Not complete: 1 failed" in play.page
     chat.clear_faults()
     assert pair.play("chat").run("wake.yml") == ""
     assert pair.play("chat", vllm_sleep_min_serving=0).run("sleep.yml") == ""

@@ -385,8 +385,8 @@ def test_what_is_to_wake(engine, action):
 def test_rows_say_where_the_seconds_went():
     steps = {"withdraw": 0.1, "await_router": 3.0, "await_idle": 0.5, "close": 0.1, "sleep": 0.4}
     slept = {"results": [{"engines": {"chat": done_by(steps, 1001.0, "asleep", elapsed=4.2)}}]}
-    steps = {"wake": 0.4, "reset_cache": 0.1, "prove": 0.2}
-    woken = {"engines": {"code": done_by(steps, 1005.5, "serving", elapsed=0.8)}}
+    steps = {"lease": 0.1, "wake": 0.4, "reset_cache": 0.1, "prove": 0.2, "release": 0.1}
+    woken = {"engines": {"code": done_by(steps, 1005.4, "serving", elapsed=0.8)}}
     done = {
         "__vllm_switch_plan": {"sleep": AT_1, "wake": ["code"], "start": [], "admit": [], "held": []},
         "__vllm_switch_slept": slept,

@@ -174,6 +174,7 @@ class Transition:
         self.actions: list[str] = []
         self.timings: dict[str, float] = {}
         self.steps: list[dict[str, t.Any]] = []
+        self.peaks: dict[str, int] | None = None
         self.extra: dict[str, t.Any] = {"admission_backend": config.admission_backend, "steps": self.steps}
         self.changed = False
 
@@ -284,10 +285,10 @@ class Transition:
 
         with gpu.sampled(pids, self.config.gpus) as peaks:
             getattr(self, f"_{step}")()
-        measured = self.extra.setdefault("measured", {})
-        for uuid, mib in peaks.items():
-            peak = measured.setdefault("gpu_peak_mib", {})
-            peak[uuid] = max(peak.get(uuid, 0), mib)
+        # A GPU that was not seen in one of several steps may have held its most then.
+        before = peaks if self.peaks is None else self.peaks
+        self.peaks = {uuid: max(mib, before[uuid]) for uuid, mib in peaks.items() if uuid in before}
+        self.extra["measured"] = {"gpu_peak_mib": self.peaks} if self.peaks else {}
 
     def _record(self, after: Observation) -> None:
         if self.wish.state == "awake" and after.state in AWAKE and after.unit and after.memory:

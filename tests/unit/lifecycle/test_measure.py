@@ -56,6 +56,11 @@ def test_the_peak_of_a_start_is_what_was_held_in_between(world):
     assert "measured" not in slept
     woken = host.done(vllm_wake, measure=True)
     assert woken["measured"]["gpu_peak_mib"] == {first: OWN_MIB}
+    host.done(vllm_sleep, level=2)
+    host.gpu.ledger.resize(first, next(iter(host.gpu.processes())), SPIKE_MIB, "spike")  # in all stages of the wake
+    woken = host.done(vllm_wake, measure=True)
+    host.gpu.ledger.release("spike")
+    assert woken["measured"]["gpu_peak_mib"] == {first: OWN_MIB + SPIKE_MIB}
     again = host.done(vllm_engine, state="restarted")
     assert "measured" not in again, "nobody asked for it"
 
@@ -281,11 +286,9 @@ def test_an_engine_of_a_preload_daemon(world):
     host = world(gate=True, gpus=1, start=False, doors=True)
     host.daemon(engines=["chat"], doors=True)
     host.takes_from(host.chat, mode="copy")
-    for unit in ("vllm-preload@base.service", host.chat.unit):
-        started = host.systemd.ctl("start", unit)
-        assert started.returncode == 0, host.systemd.journal(unit)
-    host.gate.start()
-    wait_for(lambda: host.gate.ready("chat") == 200, "the gate's first 200")
+    started = host.systemd.ctl("start", "vllm-preload@base.service")
+    assert started.returncode == 0, host.systemd.journal("vllm-preload@base.service")
+    host.start()
     play = Measured(host).play(vllm_measure_cold=True)
     assert play.run("measure.yml") == ""
     assert changing(play.calls) == ["sleep 1", "wake", *STARTS]

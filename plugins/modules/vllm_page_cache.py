@@ -81,6 +81,11 @@ next_step:
   description: What to do about the failure.
   returned: on failure
   type: str
+runbook:
+  description: Heading of the entry in C(docs/runbook.md) that explains the failure. The message ends with it, too.
+  returned: on failure
+  type: str
+  sample: page-cache
 """
 
 from ansible.module_utils.basic import AnsibleModule

@@ -61,6 +61,7 @@ def drop(model: str) -> Cached:
             raise Surprise(
                 f"host {socket.gethostname()}: {left.cached // MIB} of {left.total // MIB} MiB of {model} stay in the "
                 "page cache",
+                entry="page-cache",
                 next_step="see who maps its files (fuser -v), and whether they lie in memory by themselves (tmpfs)",
                 left={"cached_mib": left.cached // MIB},
             )
@@ -83,6 +84,7 @@ def _forget(path: str) -> None:
     except OSError as exc:
         raise UsageError(
             f"host {socket.gethostname()}: {path} cannot be taken out of the page cache: {exc.strerror}",
+            entry="page-cache",
             next_step="measure without a cold start on this file system",
         ) from exc
     finally:
@@ -108,12 +110,14 @@ def _resident(path: str, size: int) -> int:
     except (OSError, ValueError) as exc:
         raise LifecycleError(
             f"host {socket.gethostname()}: how much of {path} is in the page cache cannot be seen: {exc}",
+            entry="page-cache",
             next_step=f"look at {path}; it must not change while it is looked at",
         ) from exc
     if failed:
         raise LifecycleError(
             f"host {socket.gethostname()}: how much of {path} is in the page cache cannot be seen: "
             + os.strerror(error),
+            entry="page-cache",
             next_step=f"look at the file system of {path}",
         )
     return min(bytes(found).count(1) * mmap.PAGESIZE, size)

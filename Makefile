@@ -70,6 +70,7 @@ test: export PYTEST_ADDOPTS := -m "not long"
 test: lint sanity docs unit sim-conformance rolling ## what every change has to pass, half an hour: no test that is marked long
 	@echo "make test: lint, sanity, docs, unit, sim-conformance and rolling passed"
 
+test-all: export GALAXY_IMPORTER_RUN_ANSIBLE_LINT := True
 test-all: lint sanity docs unit sim-conformance integration molecule ## what a release has to pass, about two hours
 	@echo "make test-all: lint, sanity, docs, unit, sim-conformance, integration and molecule passed"
 

@@ -446,7 +446,7 @@ def test_awx_has_the_lines_in_its_events(player):
         return found
 
     def drained_so_far() -> list[dict]:
-        return [one for one in events() if "gpu1 chat: draining, 1 running" in one["stdout"]]
+        return [one for one in events() if "gpu1 chat: draining, 1 running" in one.get("stdout", "")]
 
     with busy(on):
         running = subprocess.Popen(

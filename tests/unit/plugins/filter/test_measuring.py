@@ -64,7 +64,8 @@ STARTED = {"at": AT + 60, "began": AT + 18, "boot_s": 38.0, "warm_s": 3.0, "path
 SKIPPED = {"skipped": True}
 
 
-def start(path="warm", measured=None, cache=None, started=STARTED):
+def start(path="warm", measured=None, cache=None, **given):
+    started = given.get("started", STARTED)
     change = {
         "measured": {"gpu_peak_mib": {"A": 90, "B": 71}, "first_token_s": 0.02, "prompt_tokens": 8}
         if measured is None

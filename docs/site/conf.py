@@ -13,7 +13,8 @@ from pygments.lexers.special import TextLexer
 GALAXY = pathlib.Path(__file__).parents[2] / "galaxy.yml"
 # What antsibull-docs refers to in Ansible's own documentation.
 ANSIBLE = {
-    "common_return_values": "https://docs.ansible.com/ansible-core/devel/reference_appendices/common_return_values.html"
+    "action_plugins": "https://docs.ansible.com/ansible-core/devel/plugins/action.html",
+    "common_return_values": "https://docs.ansible.com/ansible-core/devel/reference_appendices/common_return_values.html",
 }
 
 project = "baremetal.vllm"

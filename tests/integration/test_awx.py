@@ -41,7 +41,7 @@ class Fleet:
         return {"vllm_host_control_python": host.python(), "vllm_engine_instances": instances}
 
     def launch(self, template: str, **answers) -> Job:
-        return Job(self.folder, {"hosts.json": self.inventory}, self.templates[f"vLLM {template}"], answers)
+        return Job(self.folder, self.inventory, self.templates[f"vLLM {template}"], answers)
 
     def run(self, template: str, **answers) -> Job:
         job = self.launch(template, **answers)
@@ -131,6 +131,12 @@ def test_switch_and_the_calendar_back(fleet):
     fleet.inventory["all"]["children"]["vllm_engines"]["hosts"]["h1"]["vllm_schedule"] = day
     fleet.run("calendar", vllm_hosts="h1", vllm_schedule_force="true")
     assert fleet.seen("h1", "code")["asleep"]
+
+
+def test_measure(fleet):
+    before = fleet.pid("h2")
+    assert "warm start" in fleet.run("measure", vllm_hosts="h2", vllm_measure_min_serving="0").said()
+    assert fleet.pid("h2") != before
 
 
 def test_reconcile(fleet):

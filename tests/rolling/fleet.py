@@ -99,25 +99,15 @@ class Fleet:
             assert time.monotonic() < ends, f"{what}: not after {seconds:g} s"
             time.sleep(0.3)
 
-    def inventories(self) -> dict[str, Path]:
-        """The files of its inventories, by their names in one directory that has them all."""
-        found = {"hosts.yml": self.inventory}
-        for number, top in enumerate([CHECKOUT / "tests/lab/inventory", *self.more]):
-            for path in sorted(top.rglob("*.yml")):
-                name = path.relative_to(top)
-                # Variables of one group from several files: a directory of its name, in which the last file wins.
-                place = f"{number}-{name}" if len(name.parts) == 1 else f"{name.with_suffix('')}/{number}.yml"
-                found[place] = path
-        return found
+    def inventories(self) -> list[Path]:
+        return [self.inventory, CHECKOUT / "tests/lab/inventory", *self.more]
 
     # Plays and modules, as a user runs them.
 
     def _ansible(self, command: str, *arguments: str) -> list[str]:
         return [
             str(self.bin / command),
-            f"--inventory={self.inventory}",
-            f"--inventory={CHECKOUT}/tests/lab/inventory/",
-            *(f"--inventory={path}/" for path in self.more),
+            *(f"--inventory={path}" for path in self.inventories()),
             *arguments,
         ]
 

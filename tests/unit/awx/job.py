@@ -43,30 +43,29 @@ def unsafe(value: t.Any) -> t.Any:
 
 
 class Job:
-    """One run of a job template, which ``folder`` keeps; ``inventory`` is written or linked by name."""
+    """One run of a job template, which ``folder`` keeps; ``inventory`` is written there, or says where it lies."""
 
     number = 0
 
-    def __init__(self, folder: Path, inventory: t.Mapping[str, dict | Path], template: dict, answers: dict) -> None:
+    def __init__(self, folder: Path, inventory: dict | t.Sequence[Path], template: dict, answers: dict) -> None:
         Job.number += 1
         self.ident = str(Job.number)
         self.folder = folder / f"job{self.ident}"
         self.artifacts = self.folder / "artifacts" / self.ident
         (self.folder / "env").mkdir(parents=True)
         (self.folder / "project").symlink_to(CHECKOUT)
-        for name, source in inventory.items():
-            path = self.folder / "inventory" / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if isinstance(source, Path):
-                path.symlink_to(source)
-            else:
-                path.write_text(json.dumps(source))
+        more = ""
+        if isinstance(inventory, dict):
+            (self.folder / "inventory").mkdir()
+            (self.folder / "inventory/hosts.json").write_text(json.dumps(inventory))
+        else:
+            more = "".join(f" --inventory={path}" for path in inventory)
         given = controller.extra_vars(template["survey_spec"], answers)
         given = {**given, "awx_job_id": Job.number, "awx_job_template_name": template["name"]}
         text = yaml.dump({name: unsafe(value) for name, value in given.items()}, Dumper=Dumper)
         self._write("env/extravars", text)
         self._write("env/settings", yaml.safe_dump({"idle_timeout": 0, "job_timeout": template["timeout"]}))
-        self._write("env/cmdline", "--check" if template["job_type"] == "check" else "--forks=5")
+        self._write("env/cmdline", ("--check" if template["job_type"] == "check" else "--forks=5") + more)
         self._write("env/envvars", yaml.safe_dump({**self._credential(), "ANSIBLE_HOME": f"{self.folder}/.ansible"}))
         self.process = subprocess.Popen(
             [BIN / "ansible-runner", "run", self.folder, "--playbook", template["playbook"], "--ident", self.ident,

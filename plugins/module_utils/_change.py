@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ._glue import ENGINES, chosen_engines, fail, refuse_option
+from ._glue import ENGINES, chosen_engines, fail, refuse_option, speak_for_all
 from ._lifecycle import config
 from ._lifecycle.adapters_change import AdapterWish, change_adapters
 from ._lifecycle.aside import Progress
@@ -148,9 +148,7 @@ def exit_with(
                 "say that it has none"
             )
     if errors:
-        first = next(iter(errors.values()))
+        first = speak_for_all(list(errors.values()))
         first.details = {**result, "left": {name: found.details.get("left") for name, found in errors.items()}}
-        if len(errors) > 1:
-            first.args = ("; ".join(f"{found} {found.reference}" for found in errors.values()),)
         fail(module, first)
     module.exit_json(**result)

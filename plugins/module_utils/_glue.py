@@ -37,6 +37,13 @@ def fail(module: AnsibleModule, error: LifecycleError, **result: t.Any) -> t.NoR
     module.fail_json(msg=error.text, **keys)
 
 
+def speak_for_all(errors: t.Sequence[LifecycleError]) -> LifecycleError:
+    """The first of them, with the messages of all."""
+    if len(errors) > 1:
+        errors[0].args = ("; ".join(f"{error} {error.reference}" for error in errors),)
+    return errors[0]
+
+
 def refuse_option(module: AnsibleModule, msg: str) -> t.NoReturn:
     """An option has a value that its type allows and its meaning does not; nothing was touched."""
     fail(module, UsageError(msg, entry="option-value"), changed=False)

@@ -72,8 +72,6 @@ runbook:
   sample: task-lost
 """
 
-import sys
-
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.baremetal.vllm.plugins.module_utils._glue import fail
@@ -92,11 +90,7 @@ def main() -> None:
         fail(module, exc, changed=False)
     if isinstance(found, dict):
         module.exit_json(**found)
-    # As the other module has printed it. To take it apart and put it together again could only change it.
-    output, errors = found
-    sys.stdout.buffer.write(output)
-    sys.stderr.buffer.write(errors)
-    raise SystemExit(0 if output else 1)
+    aside.end_with(*found)
 
 
 if __name__ == "__main__":

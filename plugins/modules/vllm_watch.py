@@ -110,6 +110,7 @@ from ansible_collections.baremetal.vllm.plugins.module_utils._glue import (
     chosen_engines,
     fail,
     refuse_option,
+    speak_for_all,
 )
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import aside, config
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.aside import Progress
@@ -163,9 +164,7 @@ def work(progress: Progress) -> None:
     }
     errors = [one for one in found.values() if isinstance(one, LifecycleError)]
     if errors:
-        if len(errors) > 1:
-            errors[0].args = ("; ".join(f"{one} {one.reference}" for one in errors),)
-        fail(module, errors[0], changed=False, engines=results)
+        fail(module, speak_for_all(errors), changed=False, engines=results)
     module.exit_json(changed=False, engines=results)
 
 

@@ -11,6 +11,8 @@ import pytest
 from ansible import module_utils
 from ansible.module_utils import basic
 
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import gpu
+
 # A busy machine is no fault of what is tested.
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("patient")
@@ -27,6 +29,7 @@ def run_module(monkeypatch, capfd):
         if hasattr(module_utils, "_internal"):  # since 2.19
             # As on a host: tests also load what only a controller has, where warnings do not go into the result.
             monkeypatch.setattr(module_utils._internal, "is_controller", False)
+        gpu._opened.clear()  # a module is a process of its own, and finds no NVML open
         with pytest.raises(SystemExit) as stopped:
             main()
         result = json.loads(capfd.readouterr().out)

@@ -38,20 +38,24 @@ class GpuState:
     processes: dict[int, int | None] = field(default_factory=dict)
 
 
+_opened = threading.Event()
+
+
 @contextmanager
 def _nvml() -> t.Iterator[None]:
-    """
+    """NVML, opened for as long as this process lives, since that takes longer than to ask; after an error anew.
+
     :raises GpuUnseen: no library, no driver, or NVML says no.
     """
     if pynvml is None:
         raise GpuUnseen("the Python library nvidia-ml-py is not installed")
     try:
-        pynvml.nvmlInit()
-        try:
-            yield
-        finally:
-            pynvml.nvmlShutdown()
+        if not _opened.is_set():
+            pynvml.nvmlInit()
+            _opened.set()
+        yield
     except pynvml.NVMLError as exc:
+        _opened.clear()
         raise GpuUnseen(f"NVML: {exc}") from exc
 
 

@@ -175,12 +175,14 @@ class Transition:
         self.timings: dict[str, float] = {}
         self.steps: list[dict[str, t.Any]] = []
         self.peaks: dict[str, int] | None = None
+        self.group = ""
         self.extra: dict[str, t.Any] = {"admission_backend": config.admission_backend, "steps": self.steps}
         self.changed = False
 
     def run(self) -> Outcome:
         before = observe(self.config)
         self.before = before
+        self.group = before.unit.control_group if before.unit else ""
         try:
             steps, options = _plan(before, self.wish, self.digest)
             if self.wish.state == "reloaded":
@@ -276,19 +278,17 @@ class Transition:
 
     def _sampled(self, step: str) -> None:
         """The step, and the most GPU memory that the unit's processes hold meanwhile."""
-        group = ""
-
-        def pids() -> list[int]:
-            nonlocal group
-            group = group or self.unit.show().control_group  # the same for every process of a unit
-            return group_pids(group)
-
-        with gpu.sampled(pids, self.config.gpus) as peaks:
+        with gpu.sampled(self._pids, self.config.gpus) as peaks:
             getattr(self, f"_{step}")()
         # A GPU that was not seen in one of several steps may have held its most then.
         before = peaks if self.peaks is None else self.peaks
         self.peaks = {uuid: max(mib, before[uuid]) for uuid, mib in peaks.items() if uuid in before}
         self.extra["measured"] = {"gpu_peak_mib": self.peaks} if self.peaks else {}
+
+    def _pids(self) -> list[int]:
+        """Of the unit's processes now. While it runs they are of one group, so systemd is asked for it once."""
+        self.group = self.group or self.unit.show().control_group
+        return group_pids(self.group)
 
     def _record(self, after: Observation) -> None:
         if self.wish.state == "awake" and after.state in AWAKE and after.unit and after.memory:
@@ -700,7 +700,7 @@ class Transition:
 
     def _gpu_mib(self) -> dict[str, int]:
         """MiB that this unit's processes hold, by GPU UUID; empty where no GPU can be seen."""
-        pids = set(self.unit.show().pids)
+        pids = set(self._pids())
         try:
             devices = gpu.observe()
         except gpu.GpuUnseen:
@@ -717,7 +717,7 @@ class Transition:
         record = lease.sleep_record(self.config.engine)
         if record is None or not record.freed_mib:
             return
-        pids = set(self.unit.show().pids)
+        pids = set(self._pids())
         try:
             devices = gpu.observe()
         except gpu.GpuUnseen as exc:
@@ -755,6 +755,7 @@ class Transition:
 
     def _stop(self) -> None:
         ended = self.unit.stop(self.deadline)
+        self.group = ""
         self.extra["stop_result"] = ended.result
 
     def _start(self) -> None:

@@ -33,6 +33,7 @@ from ansible.module_utils import basic
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import (
     cli,
     config,
+    gpu,
     observe,
     store,
     transition,
@@ -673,6 +674,7 @@ def use(monkeypatch, host: World) -> None:
     # pynvml finds its library through the loader, which reads LD_LIBRARY_PATH when a process starts.
     monkeypatch.setattr(pynvml, "nvmlLib", ctypes.CDLL(str(nvml_library() / "libnvidia-ml.so.1")))
     monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+    gpu._opened.clear()
     # Time-outs that a busy machine does not reach; tests of silence set their own.
     monkeypatch.setattr(observe, "PROBE_TIMEOUT", 30.0)
     monkeypatch.setattr(transition, "CALL_TIMEOUT", 30.0)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import statistics
 import typing as t
 
-from ansible_collections.baremetal.vllm.plugins.filter.report import MEASURED, span
+from ansible_collections.baremetal.vllm.plugins.filter.report import BOOT, MEASURED, span
 
 LEVELS = {"sleep1": 1, "sleep2": 2}
 # Where the way into service begins, among the phases of a time out of it.
-BEGINS = ("prepare", "boot", "start", "wake")
+BEGINS = ("prepare", "boot", *BOOT, "start", "wake")
 FIGURES = ("ready_s", "first_token_s", "sleep_s")
 
 Row = t.Mapping[str, t.Any]

@@ -39,6 +39,8 @@ IDLE_STEPS = ("await_idle", "await_closed")
 DOWN = ("stopped", "failed")
 # Less than that between two steps of one phase is our own time.
 NO_GAP = 1.0
+# What the boot of an engine consists of, where its log says so, as module_utils/_lifecycle/boot.py names it.
+BOOT = ("import", "load", "compile", "profile", "serve")
 
 Row = t.Mapping[str, t.Any]
 
@@ -78,7 +80,15 @@ def _start(begin: float, end: float, started: Row) -> list[tuple[str, float, flo
     began = min(max(begin, float(started.get("began") or end - boot_s - warm_s)), end)
     served = min(began + boot_s, end)
     warmed = min(served + warm_s, end)
-    return [("prepare", begin, began), ("boot", began, served), ("warm", served, warmed), ("prove", warmed, end)]
+    boot, since = [], began
+    for part in BOOT:
+        if part in (started.get("boot") or {}):
+            ends = min(since + float(started["boot"][part]), served)
+            boot.append((part, since, ends))
+            since = ends
+    if abs(served - since) > NO_GAP:  # of more no more is known than that it booted
+        boot = [("boot", began, served)]
+    return [("prepare", begin, began), *boot, ("warm", served, warmed), ("prove", warmed, end)]
 
 
 def span(out: Row) -> dict[str, t.Any]:
@@ -137,6 +147,11 @@ LOOKS = {
     "prepare": Look("C", "checks", "before the process starts", "#fff", '<path d="M0 3h6"/>'),
     "start": Look("T", "start", "of which no more is known", "#f3f0e6", '<path d="M0 1h6M0 4h6"/>'),
     "boot": Look("B", "boot", "until it answers", "#fdf1d8", '<path d="M-1-1 7 7"/>'),
+    "import": Look("I", "import", "its processes begin, and import vLLM", "#fdf1d8", '<path d="M-1-1 7 7M0 3h6"/>'),
+    "load": Look("L", "load", "model and weights", "#fdf1d8", '<path d="M0 0l3 3 3-3"/>'),
+    "compile": Look("M", "compile", "by torch.compile, or from its cache", "#fdf1d8", '<path d="M0 1h3M3 4h3"/>'),
+    "profile": Look("G", "profile", "memory measured, graphs captured", "#fdf1d8", '<path d="M1 0v3M4 3v3"/>'),
+    "serve": Look("V", "serve", "its API server begins, until it answers", "#fdf1d8", DOT),
     "wake": Look("K", "wake", "memory and weights come back", "#e4f3ea", '<path d="M0 0l3 6 3-6"/>'),
     "warm": Look("U", "warm-up", "and how fast it is", "#fbe3dc", '<path d="M-1-1 7 7M-1 7 7-1"/>'),
     "prove": Look("P", "proof", "by its golden or a completion", "#e4f3ea", '<path d="M3 0v6"/>'),

@@ -162,6 +162,8 @@ started:
   description:
     - The record of the start, with C(main_pid), when its process C(began), C(boot_s) until it served, C(warm_s) for its
       warm-up and the passes by which its speed is taken, and C(speed) with the C(tokens_per_s) of the warmed engine.
+    - C(boot) says what C(boot_s) consisted of, as far as its log says so - C(import), C(load), C(compile), C(profile)
+      (with the capture of graphs) and C(serve), in seconds.
   returned: when the unit was started
   type: dict
   sample: {"main_pid": 812, "boot_s": 58.2, "warm_s": 1.1}

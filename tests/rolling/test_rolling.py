@@ -12,6 +12,7 @@ import time
 import httpx
 import pytest
 
+from ansible_collections.baremetal.vllm.plugins.filter.report import BOOT
 from ansible_collections.baremetal.vllm.tests.rolling.fleet import CHECKOUT, Stream
 
 LONG = 600  # tokens; some seconds of generation
@@ -366,6 +367,10 @@ def test_the_report_of_a_roll_adds_up(fleet, tmp_path):
     parts = sum(row[key] for key in ("drain_s", "stop_s", "boot_s", "warm_s", "overhead_s"))
     assert abs(parts - row["out_of_rotation_s"]) < 0.01
     assert min(row[key] for key in ("drain_s", "stop_s", "boot_s", "warm_s")) > 0
+    (span,) = row["spans"]
+    boot = {one["phase"]: one["seconds"] for one in span["phases"] if one["phase"] in BOOT}
+    assert list(boot) == ["import", "load", "profile", "serve"], "a tiny model on a CPU compiles nothing"
+    assert abs(sum(boot.values()) - row["boot_s"]) < 0.1
 
 
 @pytest.mark.long

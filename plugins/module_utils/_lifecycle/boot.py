@@ -1,7 +1,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""How far a start has come, by what vLLM logs. It is for people to read: nothing is decided by it."""
+"""How far a start has come, and what it consisted of, by what vLLM logs. Nothing is decided by it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,16 @@ _PHASES = tuple(
         (r"Starting vLLM server|Application startup complete", "listens"),
     )
 )
+# What a start consists of, each part with the line that ends it. The rest, until it answers, is ``serve``.
+_ENDS = tuple(
+    (part, re.compile(pattern))
+    for part, pattern in (
+        ("import", r"Initializing a V1 LLM engine"),
+        ("load", r"Model loading took|Loading weights took"),
+        ("compile", r"torch\.compile took"),
+        ("profile", r"init engine \(profile"),
+    )
+)
 # Lines of the unit's own commands about this engine, but for those that only say that it is not ready yet.
 _OURS = re.compile(r"(?P<name>\S+): (?!not ready)(?P<says>.+)")
 
@@ -40,3 +50,20 @@ def phase(journal: t.Sequence[str], name: str) -> str:
                 if found := pattern.search(line):
                     return f"{says}, {found[1]} %" if pattern.groups else says
     return ""
+
+
+def parts(log: t.Sequence[tuple[float, str]], began: float, served: float) -> dict[str, float]:
+    """Pure. The seconds of each part of a start, in their order; empty when the log says nothing of them.
+
+    Of several ranks the last one ends a part. One whose end was not logged belongs to the next.
+
+    :param log: lines, each with its time; all times are seconds on one clock.
+    """
+    found: dict[str, float] = {}
+    since = began
+    for part, pattern in _ENDS:
+        ends = [at for at, line in log if since <= at <= served and pattern.search(line)]
+        if ends:
+            found[part] = round(max(ends) - since, 3)
+            since = max(ends)
+    return {**found, "serve": round(served - since, 3)} if found else {}

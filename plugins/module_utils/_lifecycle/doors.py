@@ -21,6 +21,7 @@ from . import (
     adapters,
     adapters_apply,
     admission,
+    boot,
     claim,
     compile_cache,
     footprint,
@@ -244,7 +245,7 @@ def ready(config: EngineConfig, report: Report, main_pid: int) -> None:
     engine = Engine(config)
     try:
         _await_serving(config, engine, main_pid, identity, deadline, report)
-        boot = time.monotonic() - begun
+        booted = time.monotonic() - begun
         lent = preload_doors.confirm(config, report)
         warm = 0.0
         shapes = config.warmup or [{"prompt_tokens": golden.SHORT_PROMPT, "max_tokens": 1}]
@@ -271,7 +272,8 @@ def ready(config: EngineConfig, report: Report, main_pid: int) -> None:
         {
             "main_pid": main_pid,
             "began": round(time.time() - (time.monotonic() - begun), 3),
-            "boot_s": round(boot, 3),
+            "boot_s": round(booted, 3),
+            "boot": boot.parts(Unit(config.unit).timed_log(invocation), begun, begun + booted),
             "warm_s": round(warm + again, 3),
             "speed": speed,
             "config_digest": (lease.last_preflight(config.engine) or {}).get("config_digest"),
@@ -291,7 +293,7 @@ def ready(config: EngineConfig, report: Report, main_pid: int) -> None:
     claim.end(config)
     _tell_gate(config, "1", report)
     report(
-        f"{config.engine}: ready after {boot:.1f} s, warmed in {warm:.1f} s, proved by {proof.says}, "
+        f"{config.engine}: ready after {booted:.1f} s, warmed in {warm:.1f} s, proved by {proof.says}, "
         f"{speed['tokens_per_s']:g} tokens/s"
     )
 

@@ -128,7 +128,7 @@ def _write(engine: str, lease: Lease) -> None:
 
 
 def last_start(engine: str) -> dict[str, t.Any] | None:
-    """What ``ready`` recorded of the last proved start: main_pid, began, boot_s, warm_s, at, path, config_digest."""
+    """What ``ready`` recorded of the last proved start: main_pid, began, boot_s, warm_s, at, path and more."""
     return store.read_json(store.state_dir(engine) / "ready.json")
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 import typing as t
@@ -33,6 +34,8 @@ _PROPERTIES = (
 )
 # Where the hierarchy with systemd's groups is mounted: cgroup v2, hybrid, v1.
 _HIERARCHIES = ("sys/fs/cgroup", "sys/fs/cgroup/unified", "sys/fs/cgroup/systemd")
+# A line of journalctl --output short-monotonic: [12345.678901] host vllm[812]: what was said
+_STAMPED = re.compile(r"\[ *(?P<at>\d+\.\d+)\] \S+ [^:]+: (?P<line>.*)")
 QUERY_TIMEOUT = 20
 # How often a start under way is told of.
 TELL_EVERY = 5.0
@@ -212,10 +215,18 @@ class Unit:
         :param invocation: systemd's id of that start.
         :param until: seconds since the epoch; later lines are left out.
         """
+        more = [f"--until=@{int(until) + 1}"] if until is not None else []
+        return self._logged(invocation, "cat", *more)
+
+    def timed_log(self, invocation: str) -> list[tuple[float, str]]:
+        """As ``log``, each line with its time: seconds on the monotonic clock. Empty where nothing can be read."""
+        found = [_STAMPED.match(line) for line in self._logged(invocation, "short-monotonic") or ()]
+        return [(float(one["at"]), one["line"]) for one in found if one]
+
+    def _logged(self, invocation: str, output: str, *more: str) -> list[str] | None:
         if not invocation:
             return None
-        words = ["journalctl", "--unit", self.name, "--quiet", "--no-pager", "--output", "cat"]
-        words += [f"--until=@{int(until) + 1}"] if until is not None else []
+        words = ["journalctl", "--unit", self.name, "--quiet", "--no-pager", "--output", output, *more]
         try:
             done = process.run([*words, f"_SYSTEMD_INVOCATION_ID={invocation}"], QUERY_TIMEOUT)
         except (OSError, process.TimeoutExpired):

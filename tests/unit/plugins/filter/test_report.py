@@ -65,6 +65,25 @@ def brief(phases):
             {**STARTED, "began": None},
             [("prepare", 17, 2), ("boot", 19, 38), ("warm", 57, 3)],
         ),
+        # What its log said of its boot; one that says less than there was is not believed.
+        (
+            STEPS[8:9],
+            {**STARTED, "boot": {"serve": 1.5, "load": 8.5, "profile": 18, "import": 10.0}},
+            [
+                ("prepare", 17, 1),
+                ("import", 18, 10),
+                ("load", 28, 8.5),
+                ("profile", 36.5, 18),
+                ("serve", 54.5, 1.5),
+                ("warm", 56, 3),
+                ("prove", 59, 1),
+            ],
+        ),
+        (
+            STEPS[8:9],
+            {**STARTED, "boot": {"load": 8.5}},
+            [("prepare", 17, 1), ("boot", 18, 38), ("warm", 56, 3), ("prove", 59, 1)],
+        ),
         (STEPS[8:9], {**STARTED, "at": AT - 900}, [("start", 17, 43)]),  # another start's
         (STEPS[8:9], None, [("start", 17, 43)]),
         ([step("stop", 1, 2), step("stop", 900, 901)], None, [("stop", 1, 1), ("stop", 900, 1)]),  # a killed run's, too

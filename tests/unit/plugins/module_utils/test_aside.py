@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import aside, boot, store
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import aside, store
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.errors import LifecycleError, UsageError
 
 # A module's way through the interpreter: it prints, it leaves by SystemExit, and something cleans up after it.
@@ -132,33 +132,3 @@ def test_without_a_place_for_it_the_work_is_done_here(module, tmp_path):
     (tmp_path / "run").write_text("no directory")
     done = module(0.5)
     assert (done.returncode, done.stdout) == (0, '{"changed": true}\n')
-
-
-STARTED = "(EngineCore pid=7) INFO 11-29 14:15:39 [core.py:139] Initializing a V1 LLM engine (v0.33.0) with config: m"
-BAR = "Loading safetensors checkpoint shards:   0%|\rLoading safetensors checkpoint shards:  45%|####  | 9/20 [00:04]\r"
-
-
-@pytest.mark.parametrize(
-    ("journal", "says"),
-    [
-        ([], ""),
-        (["something else"], ""),
-        ([STARTED], "loads the model"),
-        ([STARTED, BAR], "loads the weights, 45 %"),
-        ([STARTED, "x [default_loader.py:506] Loading weights took 2.27 seconds", "noise"], "has its weights"),
-        (["x Mapped 435 tensors from the weight cache daemon (zero_copy mode)"], "has its weights"),
-        (["x [model_runner.py:428] Model loading took 12.94 GiB memory and 5.93 seconds"],
-         "has its weights, profiles and compiles"),
-        (["x [monitor.py:62] [backbone] torch.compile took 0.42 s in total"], "compiles and profiles"),
-        (["Capturing CUDA graphs (mixed prefill-decode, PIECEWISE):  63%|██████"], "captures graphs, 63 %"),
-        (["x [model_runner.py:1163] Graph capturing finished in 6 secs, took 0.63 GiB"], "has captured graphs"),
-        (["x [core.py:405] init engine (profile, create kv cache, warmup model) took 35.7 s"], "starts its API server"),
-        ([STARTED, "chat: not ready yet, 20 of 600 s: refused"], "loads the model"),
-        ([STARTED, "chat: warming with 4 prompt and 1 new tokens"], "warming with 4 prompt and 1 new tokens"),
-        ([STARTED, "code: warming with 4 prompt and 1 new tokens"], "loads the model"),
-        (["chat: waits for engine code, which is being changed on GPU-1"],
-         "waits for engine code, which is being changed on GPU-1"),
-    ],
-)  # fmt: skip
-def test_how_far_a_start_has_come(journal, says):
-    assert boot.phase(journal, "chat") == says

@@ -378,7 +378,7 @@ def preflight(engine: EngineConfig) -> None:
 
     :raises LifecycleError: as of the checks above; or the engine will not be able to load adapters.
     """
-    (store.state_dir(engine.engine) / FILE).unlink(missing_ok=True)
+    store.remove(store.state_dir(engine.engine) / FILE)
     if not engine.adapters:
         return
     check_enabled(engine)

@@ -100,7 +100,7 @@ def _end(name: str, uuids: t.Sequence[str]) -> None:
     for uuid in uuids:
         value = store.read_json(_ticket(uuid))
         if value is not None and value.get("engine") == name:
-            _ticket(uuid).unlink(missing_ok=True)
+            store.remove(_ticket(uuid))
 
 
 def _take(ticket: dict[str, str], uuid: str, kin: t.Collection[str]) -> str:

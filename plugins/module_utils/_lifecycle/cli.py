@@ -16,7 +16,7 @@ import time
 import typing as t
 from pathlib import Path
 
-from . import config, doors, exposition, golden, golden_change, preload_doors, weights
+from . import config, doors, exposition, golden, golden_change, preload_doors, store, weights
 from .errors import LifecycleError, MissingLibrary, UsageError
 from .lease import LeaseRequest
 from .observe import observe
@@ -188,7 +188,7 @@ def _metrics(arguments: argparse.Namespace) -> None:
     for complaint in complaints:
         _report(complaint, sys.stderr)
     if arguments.textfile:
-        exposition.write(Path(arguments.textfile), text)
+        store.write_text(Path(arguments.textfile), text, 0o644)
     else:
         _report(text.rstrip("\n"))
 

@@ -13,7 +13,6 @@ import math
 import threading
 import time
 import typing as t
-from pathlib import Path
 
 from . import config, store
 from .deadline import Deadline
@@ -110,21 +109,6 @@ def expose(looks: t.Sequence[Look], at: float, seconds: float) -> str:
             lines += [f"# HELP {PREFIX}{family} {text}", f"# TYPE {PREFIX}{family} gauge"]
             lines += [f"{PREFIX}{family}{_labels(labels)} {_number(value)}" for _family, labels, value in mine]
     return "\n".join([*lines, ""])
-
-
-def write(path: Path, text: str) -> None:
-    """Whole or not at all, and for everybody to read.
-
-    :raises LifecycleError: it cannot be written.
-    """
-    try:
-        store.write_text(path, text, 0o644)
-    except OSError as exc:
-        raise LifecycleError(
-            f"{path} cannot be written: {exc}",
-            entry="record-unwritable",
-            next_step="look at owner, mode and free space of its directory",
-        ) from exc
 
 
 def run(timeout: float = TIMEOUT) -> tuple[str, list[str]]:

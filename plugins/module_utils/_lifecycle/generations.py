@@ -18,7 +18,7 @@ from pathlib import Path
 
 from . import config, store
 from .config import EngineConfig
-from .errors import Refused, UsageError
+from .errors import LifecycleError, Refused, UsageError
 
 CANDIDATE, PROVED, BEFORE = "candidate", "proved", "before"
 # What vLLM itself reads at its start.
@@ -49,13 +49,12 @@ def put_aside(engine: EngineConfig, report: t.Callable[[str], None]) -> None:
         runtime = os.readlink(engine.runtime)
         for name, path in _files(engine).items():
             store.write_text(directory / name, path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as exc:
+        # Last: a candidate without it is not whole.
+        meta = {"schema": 1, "config_digest": engine.config_digest, "runtime_version": engine.runtime_version}
+        store.write_json(directory / "meta.json", {**meta, "runtime": runtime})
+    except (OSError, UnicodeDecodeError, LifecycleError) as exc:
         # No reason not to start: what is wrong with a file, vLLM or the probe says.
         report(f"{engine.engine}: its configuration is not put aside, so nothing can go back to it: {exc}")
-        return
-    # Last: a candidate without it is not whole.
-    meta = {"schema": 1, "config_digest": engine.config_digest, "runtime_version": engine.runtime_version}
-    store.write_json(directory / "meta.json", {**meta, "runtime": runtime})
 
 
 def unkept(engine: EngineConfig) -> bool:

@@ -400,18 +400,9 @@ def stored(key: str) -> Golden | None:
 def write(golden: Golden) -> None:
     """Keep a golden on this host, in place of the one of its key.
 
-    :raises UsageError: it cannot be written.
+    :raises LifecycleError: it cannot be written.
     """
-    path = directory() / f"{golden.key}.json"
-    try:
-        directory().mkdir(mode=0o700, parents=True, exist_ok=True)
-        store.write_json(path, golden.asdict())
-    except OSError as exc:
-        raise UsageError(
-            f"host {socket.gethostname()}: {path} cannot be written: {exc}",
-            entry="record-unwritable",
-            next_step="free space, or correct owner and mode of its directory (root, 0700)",
-        ) from exc
+    store.write_private(directory() / f"{golden.key}.json", golden.asdict())
 
 
 # Asking.

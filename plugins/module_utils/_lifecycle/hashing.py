@@ -41,12 +41,6 @@ def key(name: str, seen: Seen, method: str) -> Key:
     return seen.stamp, SAMPLE if method == "sample" and name.endswith(".safetensors") else WHOLE
 
 
-def write_private(path: Path, value: dict[str, t.Any]) -> None:
-    """Write a file of 0600 in a directory of 0700: who can write there decides which weights are right."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    store.write_json(path, value)
-
-
 class Memory:
     """What was hashed of one checkpoint, as ``known``: 64 hex digits by stamp and kind. A file that is not ours is as
     none. With ``writable`` False it only reads."""
@@ -73,21 +67,14 @@ class Memory:
     def save(self, current: t.Iterable[Seen]) -> None:
         """Keep what is known of these files, and nothing of others.
 
-        :raises UsageError: it cannot be written.
+        :raises LifecycleError: it cannot be written.
         """
         stamps = {one.stamp for one in current}
         wanted = {key: digest for key, digest in self.known.items() if key[0] in stamps}
         if not self.writable or wanted == self.saved:
             return
         rows = sorted([*stamp, kind, digest] for (stamp, kind), digest in wanted.items())
-        try:
-            write_private(self.path, {"schema": SCHEMA, "root": self.root, "hashes": rows})
-        except OSError as exc:
-            raise UsageError(
-                f"host {socket.gethostname()}: {self.path} cannot be written: {exc}",
-                entry="record-unwritable",
-                next_step="free space, or correct owner and mode of its directory (root, 0700)",
-            ) from exc
+        store.write_private(self.path, {"schema": SCHEMA, "root": self.root, "hashes": rows})
         self.saved = wanted
 
 

@@ -120,7 +120,7 @@ def note(engine: str, step: str, seconds: float) -> None:
 
 
 def release(engine: str) -> None:
-    (store.state_dir(engine) / "lease.json").unlink(missing_ok=True)
+    store.remove(store.state_dir(engine) / "lease.json")
 
 
 def _write(engine: str, lease: Lease) -> None:
@@ -189,7 +189,7 @@ def sleep_record(engine: str) -> SleepRecord | None:
 def write_sleep_record(engine: str, value: SleepRecord | None) -> None:
     """Write the record, or remove it when the engine is awake again."""
     if value is None:
-        (store.state_dir(engine) / "sleep.json").unlink(missing_ok=True)
+        store.remove(store.state_dir(engine) / "sleep.json")
     else:
         record(engine, "sleep.json", asdict(value))
 
@@ -228,10 +228,13 @@ def locked(
 
     :raises Refused: another process still holds it at the deadline; names that process.
     """
-    directory = store.lock_dir()
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{name}.lock"
-    with open(path, "a+", encoding="utf-8") as stream:
+    path = store.lock_dir() / f"{name}.lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        opened = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644), "a+", encoding="utf-8")
+    except OSError as exc:
+        raise store.unwritable(path, exc) from exc
+    with opened as stream:
         told = 0.0
         while True:
             try:

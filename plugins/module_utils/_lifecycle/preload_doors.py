@@ -145,7 +145,7 @@ def ready(wanted: PreloadConfig, report: Report, main_pid: int) -> None:
             entry="weights-changing",
             next_step="wait until the copy or download is complete, then start it again",
         )
-    (state_dir(wanted.daemon) / "used.json").unlink(missing_ok=True)
+    store.remove(state_dir(wanted.daemon) / "used.json")
     record(
         wanted.daemon,
         "loaded.json",
@@ -361,7 +361,7 @@ def _check_engines(wanted: PreloadConfig, report: Report) -> None:
     found = observe_preload(wanted, connect=False)
     path = state_dir(wanted.daemon) / FORCED
     forced = store.read_json(path)
-    path.unlink(missing_ok=True)
+    store.remove(path)
     if not found.mapped_by:
         return
     names = ", ".join(found.mapped_by)
@@ -637,4 +637,4 @@ def settle_engine(engine: EngineConfig, report: Report) -> None:
     if read_log(lines).spent:
         promise(engine, daemon, {key: value.get(key) for key in ("main_pid", "boot", "start")}, promised=False)
     else:
-        path.unlink(missing_ok=True)
+        store.remove(path)

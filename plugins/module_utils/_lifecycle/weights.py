@@ -244,17 +244,10 @@ def _record_path(path: str) -> Path:
 def record(manifest: Manifest) -> None:
     """Write a manifest down as the one that its path is to have.
 
-    :raises UsageError: it cannot be written.
+    :raises LifecycleError: it cannot be written.
     """
     where = _record_path(manifest.path)
-    try:
-        hashing.write_private(where, {"at": round(time.time(), 3), **manifest.asdict()})
-    except OSError as exc:
-        raise UsageError(
-            f"host {socket.gethostname()}: {where} cannot be written: {exc}",
-            entry="record-unwritable",
-            next_step="free space, or correct owner and mode of its directory (root, 0700)",
-        ) from exc
+    store.write_private(where, {"at": round(time.time(), 3), **manifest.asdict()})
 
 
 def recorded(path: str) -> Manifest | None:

@@ -9,9 +9,11 @@ unit; it looks after a preload daemon. The last table says what waits for later 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import signal
+import socket
 import typing as t
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -782,3 +784,28 @@ def test_every_fault_has_a_test():
     beside = {name for name in faults.NAMES if f'"{name}"' in texts}
     assert sorted(faults.NAMES - COVERED - beside) == sorted(LATER)
     assert len(COVERED) >= 40
+
+
+# Not the simulator's: the disk under our own records.
+
+
+@pytest.mark.parametrize(("change", "file"), [(DRAIN, "lease.json"), (SLEEP_1, "lease.json")])
+def test_a_full_disk_is_named_and_the_same_command_goes_on_once_there_is_room(world, monkeypatch, change, file):
+    host = world(gate=True)
+    module, options = change
+
+    def full(_handle):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "fsync", full)
+        result = host.run(module, **options)
+    path = host.root / "var/lib/vllm/chat" / file
+    assert f"host {socket.gethostname()}: {path} cannot be written: [Errno 28] No space left on device" in result["msg"]
+    assert result["runbook"] == "record-unwritable"
+    assert (result["changed"], result["actions"]) == (False, [])
+    assert host.gate.ready("chat") == 200
+    assert host.info()["state"] == "serving"
+    assert not list(path.parent.glob(".*")), "what was half written is removed"
+    host.done(module, **options)
+    assert host.gate.ready("chat") == 503

@@ -25,8 +25,16 @@ ASKED = (
 )
 
 
-def cell(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}" if isinstance(value, float) else f"{value:,}".replace(",", " ")
+def cell(value: float | str | None) -> str:
+    return (
+        ""
+        if value is None
+        else value
+        if isinstance(value, str)
+        else f"{value:.2f}"
+        if isinstance(value, float)
+        else f"{value:,}".replace(",", " ")
+    )
 
 
 def host_memory(report: dict) -> list[str]:
@@ -37,6 +45,27 @@ def host_memory(report: dict) -> list[str]:
             rows.append(f"| {one['transition']} | {' | '.join(map(cell, numbers))} |")
     head = "| | weights, MiB | resident in its processes | gone from the available | per MiB of weights |"
     return ["## Host memory of a first sleep at level 1", "", head, "|---|---|---|---|---|", *rows, ""]
+
+
+WAYS = {
+    "cold": "cold: weights from the disk",
+    "warm": "warm: weights in the page cache",
+    "preload": "zero copy: weights of the preload daemon",
+    "sleep1": "wake from level 1",
+    "sleep2": "wake from level 2",
+}
+
+
+def ways(report: dict) -> list[str]:
+    """What playbook measure has seen of each way into service."""
+    rows = []
+    for one in sorted(report.get("measured", []), key=lambda one: -one["ready_s"]):
+        parts = ", ".join(f"{part['phase']} {part['seconds']:.1f}" for part in one["phases"] if part["seconds"] >= 0.05)
+        numbers = [one["ready_s"], parts, one["first_token_s"], one["gpu_peak_mib"], one["gpu_asleep_mib"]]
+        rows.append(f"| {one['engine']}, {WAYS[one['path']]} | {' | '.join(map(cell, numbers))} |")
+    head = "| | proved after, s | of that, s | first token, s | peak, MiB | asleep, MiB |"
+    says = "As `playbooks/measure.yml` saw it, which measures your own engines in the same way."
+    return ["## What dominates", "", says, "", head, "|---|---|---|---|---|---|", *rows] if rows else []
 
 
 def document(report: dict) -> str:
@@ -50,12 +79,13 @@ def document(report: dict) -> str:
     limits = [f"- {text}" for text in report.get("limits", [])]
     sections = [
         HEAD.format(**report["machine"]) + "\n".join(lines),
+        "\n".join(ways(report)),
         "\n".join(host_memory(report)).rstrip(),
         "\n".join(["## What vLLM itself does", "", ASKED, "", *facts]),
         "\n".join(["## Notes", "", *notes]),
         "\n".join(["## What this does not show", "", *limits]),
     ]
-    return "\n\n".join(sections) + "\n"
+    return "\n\n".join(section for section in sections if section) + "\n"
 
 
 if __name__ == "__main__":

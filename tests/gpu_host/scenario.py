@@ -660,6 +660,33 @@ def upgrade() -> None:
     )
 
 
+def measure() -> None:
+    """Every way into service, by the playbook that is there for it; what each consists of goes into the report."""
+    must(module("vllm_drain", engines=["chat", "mapped"], state="serving"))
+    path = OUT / "measure.json"
+    variables = {
+        "vllm_hosts": "gpu_host",
+        "vllm_measure_group": "gpu_host",
+        "vllm_measure_min_serving": 0,
+        "vllm_measure_cold": True,
+        "vllm_measure_engines": ["chat", "mapped"],
+        "vllm_report_path": str(path),
+    }
+    playbook = str(HERE.parent.parent / "playbooks/measure.yml")
+    begun = time.time()
+    status, _lines, text = ansible("playbook", [playbook, "-e", json.dumps(variables)], 560)
+    rows = [one for one in json.loads(path.read_text())["hosts"] if one["outcome"] == "measured"]
+    entries.value["measured"] = [{key: value for key, value in one.items() if key != "spans"} for one in rows]
+    ways = {(one["engine"], one["path"]) for one in rows}
+    wanted = {("chat", "sleep1"), ("chat", "sleep2"), ("chat", "cold"), ("chat", "warm"), ("mapped", "preload")}
+    entries.add(
+        "measure: each way into service, proved by its golden",
+        status == 0 and ways == wanted and {one["proof"] for one in rows} == {"golden"},
+        task=round(time.time() - begun, 1),
+        error=text[-1500:] if status else None,
+    )
+
+
 def absent() -> None:
     stopped = module("vllm_engine", engines=ENGINES, state="stopped", timeout=120)
     before = used()
@@ -718,6 +745,7 @@ STEPS = [
     weights,
     lost,
     upgrade,
+    measure,
     facts.signals,
     absent,
 ]

@@ -55,6 +55,10 @@ class MissingLibrary(UsageError):
         self.import_error = import_error
 
 
+class Unwritable(LifecycleError):
+    """A file of ours cannot be written. It says nothing of the engine, so nothing is done to the engine for it."""
+
+
 class UnknownState(LifecycleError):
     """The signals are missing or contradict each other, so no change is safe."""
 

@@ -400,7 +400,7 @@ def stored(key: str) -> Golden | None:
 def write(golden: Golden) -> None:
     """Keep a golden on this host, in place of the one of its key.
 
-    :raises LifecycleError: it cannot be written.
+    :raises Unwritable: it cannot be.
     """
     store.write_private(directory() / f"{golden.key}.json", golden.asdict())
 

@@ -38,6 +38,7 @@ class GpuState:
     processes: dict[int, int | None] = field(default_factory=dict)
 
 
+# NVML, in this process.
 _opened = threading.Event()
 
 

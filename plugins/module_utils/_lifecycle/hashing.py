@@ -67,7 +67,7 @@ class Memory:
     def save(self, current: t.Iterable[Seen]) -> None:
         """Keep what is known of these files, and nothing of others.
 
-        :raises LifecycleError: it cannot be written.
+        :raises Unwritable: it cannot be.
         """
         stamps = {one.stamp for one in current}
         wanted = {key: digest for key, digest in self.known.items() if key[0] in stamps}

@@ -12,7 +12,7 @@ import tempfile
 import typing as t
 from pathlib import Path
 
-from .errors import LifecycleError, UsageError
+from .errors import Unwritable, UsageError
 
 # A prefix for every path below, so that tests and fleets of simulated engines can live in a directory.
 ROOT_VARIABLE = "VLLM_LIFECYCLE_ROOT"
@@ -47,9 +47,9 @@ def lock_dir() -> Path:
     return root() / "run/vllm-lifecycle"
 
 
-def unwritable(path: Path, exc: OSError) -> LifecycleError:
+def unwritable(path: Path, exc: OSError) -> Unwritable:
     """What a full or read-only file system is called."""
-    return LifecycleError(
+    return Unwritable(
         f"host {socket.gethostname()}: {path} cannot be written: {exc}",
         entry="record-unwritable",
         next_step="free space, or correct owner and mode of its directory; then run this again",
@@ -59,7 +59,7 @@ def unwritable(path: Path, exc: OSError) -> LifecycleError:
 def write_text(path: Path, text: str, mode: int = 0o600, directory_mode: int = 0o777) -> None:
     """Write atomically and durably; an existing file's owner and group are kept, since others may read it.
 
-    :raises LifecycleError: it cannot be written; what was there before is there still.
+    :raises Unwritable: what was there before is there still.
     """
     try:
         _write(path, text, mode, directory_mode)
@@ -88,19 +88,22 @@ def _write(path: Path, text: str, mode: int, directory_mode: int) -> None:
         raise
 
 
-def write_json(path: Path, value: dict[str, t.Any]) -> None:
-    write_text(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
+def write_json(path: Path, value: dict[str, t.Any], directory_mode: int = 0o777) -> None:
+    """
+    :raises Unwritable: as of write_text.
+    """
+    write_text(path, json.dumps(value, indent=1, sort_keys=True) + "\n", directory_mode=directory_mode)
 
 
 def write_private(path: Path, value: dict[str, t.Any]) -> None:
     """As 0600 in a directory of 0700: who can write there decides which weights and which answers are right."""
-    write_text(path, json.dumps(value, indent=1, sort_keys=True) + "\n", directory_mode=0o700)
+    write_json(path, value, directory_mode=0o700)
 
 
 def remove(path: Path) -> None:
     """No file is there afterwards.
 
-    :raises LifecycleError: it is there still.
+    :raises Unwritable: it is there still.
     """
     try:
         path.unlink(missing_ok=True)

@@ -24,6 +24,7 @@ from .errors import (
     Surprise,
     UnknownState,
     Unreachable,
+    Unwritable,
     UsageError,
 )
 from .host import host_memory
@@ -241,7 +242,7 @@ class Transition:
                 self._perform(step)
             except LifecycleError as exc:
                 rescue = recover(self.wish.state, step, self.before, options, isinstance(exc, Mismatch))
-                if not rescue:
+                if not rescue or isinstance(exc, Unwritable):
                     raise
                 self.extra["recovered_from"] = str(exc)
                 if "journal" in exc.details:

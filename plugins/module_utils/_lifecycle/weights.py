@@ -244,7 +244,7 @@ def _record_path(path: str) -> Path:
 def record(manifest: Manifest) -> None:
     """Write a manifest down as the one that its path is to have.
 
-    :raises LifecycleError: it cannot be written.
+    :raises Unwritable: it cannot be.
     """
     where = _record_path(manifest.path)
     store.write_private(where, {"at": round(time.time(), 3), **manifest.asdict()})

@@ -789,18 +789,24 @@ def test_every_fault_has_a_test():
 # Not the simulator's: the disk under our own records.
 
 
-@pytest.mark.parametrize(("change", "file"), [(DRAIN, "lease.json"), (SLEEP_1, "lease.json")])
-def test_a_full_disk_is_named_and_the_same_command_goes_on_once_there_is_room(world, monkeypatch, change, file):
+def full(only=""):
+    """For os.fsync: no room any more, for files of this name."""
+
+    def fsync(handle):
+        if only in os.readlink(f"/proc/self/fd/{handle}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return fsync
+
+
+@pytest.mark.parametrize("change", [DRAIN, SLEEP_1])
+def test_a_full_disk_is_named_and_the_same_command_goes_on_once_there_is_room(world, monkeypatch, change):
     host = world(gate=True)
     module, options = change
-
-    def full(_handle):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as disk:
-        disk.setattr(os, "fsync", full)
+        disk.setattr(os, "fsync", full())
         result = host.run(module, **options)
-    path = host.root / "var/lib/vllm/chat" / file
+    path = host.root / "var/lib/vllm/chat/lease.json"
     assert f"host {socket.gethostname()}: {path} cannot be written: [Errno 28] No space left on device" in result["msg"]
     assert result["runbook"] == "record-unwritable"
     assert (result["changed"], result["actions"]) == (False, [])
@@ -809,3 +815,16 @@ def test_a_full_disk_is_named_and_the_same_command_goes_on_once_there_is_room(wo
     assert not list(path.parent.glob(".*")), "what was half written is removed"
     host.done(module, **options)
     assert host.gate.ready("chat") == 503
+
+
+def test_a_full_disk_is_no_reason_to_stop_an_engine(world, monkeypatch):
+    host = world(gpus=1, gate=True)
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "fsync", full(".sleep.json."))
+        result = host.run(vllm_sleep, on_failure="stop")
+    assert "sleep.json cannot be written" in result["msg"]
+    assert "recovered_from" not in result
+    assert not [path for path in host.chat.mutations() if path.startswith("POST /sleep")], "it was not even asked"
+    assert (host.gate.ready("chat"), host.info()["unit"]["active_state"]) == (503, "active")
+    host.done(vllm_sleep)
+    assert host.chat.seen()["level"] == 1

@@ -102,7 +102,7 @@ def test_the_templates_of_awx_that_install_run_on_real_hosts(fleet, tmp_path):
     for job in (
         run_job(fleet, tmp_path, "site, dry run"),
         run_job(fleet, tmp_path, "site"),
-        run_job(fleet, tmp_path, "rolling upgrade", vllm_runtime_version=NEW, vllm_upgrade_soak=0),
+        run_job(fleet, tmp_path, "rolling upgrade", vllm_upgrade_soak=0),
     ):
         changed = job.events()[-1]["event_data"]["changed"]
         assert not {host: count for host, count in changed.items() if host in fleet.address}, changed

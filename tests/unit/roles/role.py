@@ -31,7 +31,7 @@ FILES = {
     role: [
         load(CHECKOUT / "roles" / role / part) for part in ("defaults/main.yml", "vars/main.yml", "tasks/preflight.yml")
     ]
-    for role in ("vllm_engine", "vllm_observability", "vllm_preload", "vllm_router")
+    for role in ("vllm_engine", "vllm_observability", "vllm_preload", "vllm_router", "vllm_runtime")
 }
 TEXT = trust_as_template if trust_as_template else str
 TEMPLAR = Templar(loader=DataLoader(), variables={})

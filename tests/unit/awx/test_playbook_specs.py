@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
@@ -104,6 +105,14 @@ def test_its_defaults_are_documented(playbook, options):
             if row.default != said:
                 wrong.append(f"{row.names[0]}: {row.default}, not {said}")
     assert wrong == []
+
+
+def test_numbers_that_only_its_words_have_are_documented(playbook, options):
+    rows = {row.names[0]: row.default for row in specs.documented(playbook) if len(row.names) == 1}
+    for name, option in options.items():
+        said = re.search(r"([0-9.]+) when omitted", option["description"])
+        if said and not rows.get(name, "as ").startswith("as "):
+            assert rows[name] == said[1], name
 
 
 def test_its_choices_are_documented(playbook, options):

@@ -252,7 +252,7 @@ def test_what_cannot_be_measured_is_left_out_or_refused_before_anything_is_touch
     host = Measured(world(gate=True, gpus=1, dev_mode=False, doors=("preflight", "ready")))
     for variables, says in (
         ({"vllm_measure_rounds": 0}, "a number from 1 to 99"),
-        ({"vllm_measure_engines": "chat"}, "is a list of engines"),
+        ({"vllm_measure_engines": "chat"}, 'JSON such as {"vllm_measure_engines": ["chat"]}'),
         ({"vllm_measure_cold": "perhaps"}, "is true or false"),
         ({"vllm_measure_min_serving": {"chatt": 1}}, "chatt is neither a model nor a pool"),
     ):

@@ -16,8 +16,8 @@ number; `tests/gpu_host/README.md` says how to make such a report.
 
 *Task* is the whole Ansible task on the host itself, {start:.1f} s of which are the start of a module; *engine* is what
 the engine says that its own operation took; GPU memory is that of the whole device, in MiB, before and after.
-Of the three engines `chat` loads its own weights, `mapped` maps those of the preload daemon `base`, and `copied` takes over
-those of `spare` ([preload.md](preload.md)).
+Of the three engines `chat` loads its own weights, `mapped` maps those of the preload daemon `base`, and `copied` takes
+over those of `spare` ([preload.md](preload.md)).
 
 | transition | task, s | engine, s | MiB before | MiB after | |
 |---|---|---|---|---|---|

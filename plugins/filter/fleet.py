@@ -289,8 +289,13 @@ def vllm_abandoned(engines: t.Mapping[str, t.Any]) -> list[dict[str, t.Any]]:
         }
         for name, engine in sorted(engines.items())
         for lease in [engine["lease"]]
-        if (lease["expired"] if lease else engine["state"] not in ("serving", "headless"))
+        if (lease["expired"] if lease else engine["state"] not in ("serving", "headless") and not _stays_down(engine))
     ]
+
+
+def _stays_down(engine: t.Mapping[str, t.Any]) -> bool:
+    """Whether it is to stay stopped over a boot as well: ``start: false`` and never started, or disabled by hand."""
+    return engine["state"] == "stopped" and (engine.get("unit") or {}).get("enabled") == "disabled"
 
 
 class FilterModule:

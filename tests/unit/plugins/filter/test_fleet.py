@@ -186,6 +186,17 @@ def test_the_table_says_what_is_due():
         (seen(state="drained", lease={"owner": "me", "reason": "fan", "expired": True}), True),
         (seen(state="withdrawn"), True),
         (seen(state="stopped"), True),
+        (seen(state="stopped", unit={"enabled": "enabled"}), True),
+        (seen(state="stopped", unit={"enabled": "disabled"}), False),  # start: false, and not yet switched to
+        (seen(state="failed", unit={"enabled": "disabled"}), True),
+        (
+            seen(
+                state="stopped",
+                unit={"enabled": "disabled"},
+                lease={"owner": "me", "reason": "fan", "expired": True},
+            ),
+            True,
+        ),
         (seen(lease={"owner": "me", "reason": "fan", "expired": True}), True),
     ],
 )

@@ -290,10 +290,11 @@ def test_an_entry_says_what_is_so_or_why_and_what_to_do(entry):
     assert {"State", "Cause"} & set(said)
 
 
-def test_the_commands_of_the_runbook_are_taken():
+def test_the_commands_of_the_runbook_and_of_other_pages_are_taken():
     """By the command's own parser; those of Ansible are tried in test_docs."""
-    text = RUNBOOK.read_text()
-    runs = re.findall(r"`(?:sudo )?(vllm-lifecycle [^`…]+)`", text) + re.findall(r"(?m)^(vllm-lifecycle .+)$", text)
+    text = "\n".join(page.read_text() for page in sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("roles/*/README.md")]))
+    runs = re.findall(r"`(?:sudo )?(vllm-lifecycle [^`…]+)`", text)
+    runs += re.findall(r"(?m)^(?:\$ )?(vllm-lifecycle .+)$", text)
     assert len(runs) > 15
     for run in runs:
         if re.search(r" (--help|--version)\b", run):

@@ -86,7 +86,7 @@ def _start(begin: float, end: float, started: Row) -> list[tuple[str, float, flo
             ends = min(since + float(started["boot"][part]), served)
             boot.append((part, since, ends))
             since = ends
-    if abs(served - since) > NO_GAP:  # of more no more is known than that it booted
+    if not boot or abs(served - since) > NO_GAP:  # of more no more is known than that it booted
         boot = [("boot", began, served)]
     return [("prepare", begin, began), *boot, ("warm", served, warmed), ("prove", warmed, end)]
 

@@ -84,6 +84,12 @@ def brief(phases):
             {**STARTED, "boot": {"load": 8.5}},
             [("prepare", 17, 1), ("boot", 18, 38), ("warm", 56, 3), ("prove", 59, 1)],
         ),
+        # However short it is, a boot of which no more is known is shown.
+        (
+            STEPS[8:9],
+            {**STARTED, "began": AT + 55.5, "boot_s": 0.5, "boot": {}},
+            [("prepare", 17, 38.5), ("boot", 55.5, 0.5), ("warm", 56, 3), ("prove", 59, 1)],
+        ),
         (STEPS[8:9], {**STARTED, "at": AT - 900}, [("start", 17, 43)]),  # another start's
         (STEPS[8:9], None, [("start", 17, 43)]),
         ([step("stop", 1, 2), step("stop", 900, 901)], None, [("stop", 1, 1), ("stop", 900, 1)]),  # a killed run's, too

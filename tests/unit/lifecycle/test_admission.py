@@ -379,7 +379,7 @@ def test_an_engine_out_of_service_is_withdrawn_again_by_what_took_it_out(front, 
 
 
 def test_a_restart_in_the_middle_of_a_drain_is_told_again(front):
-    door = front("haproxies", token_rate=40)  # the stream outlives a restart on a busy machine
+    door = front("haproxies", token_rate=200)
     host = door.host
     with door.first.client("chat", tokens=800) as stream:
         stream.first()

@@ -303,7 +303,7 @@ def ended(unit: str, limit: float) -> tuple[str, str]:
 def cache() -> None:
     """What the preload daemon gives, and to whom.
 
-    First the engine that is to start: vLLM refuses to when another process gives memory back while it measures.
+    First the engine that is to start: beside the other two, of which one gives memory back, it has ended in its start.
     """
     fact = entries.fact
     gpu = json.loads(Path("/etc/vllm/lifecycle/mapped.json").read_text())["gpus"][0]

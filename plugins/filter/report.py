@@ -80,12 +80,12 @@ def _start(begin: float, end: float, started: Row) -> list[tuple[str, float, flo
     began = min(max(begin, float(started.get("began") or end - boot_s - warm_s)), end)
     served = min(began + boot_s, end)
     warmed = min(served + warm_s, end)
+    said = started.get("boot") or {}
     boot, since = [], began
-    for part in BOOT:
-        if part in (started.get("boot") or {}):
-            ends = min(since + float(started["boot"][part]), served)
-            boot.append((part, since, ends))
-            since = ends
+    for part in (one for one in BOOT if one in said):
+        ends = min(since + float(said[part]), served)
+        boot.append((part, since, ends))
+        since = ends
     if not boot or abs(served - since) > NO_GAP:  # of more no more is known than that it booted
         boot = [("boot", began, served)]
     return [("prepare", begin, began), *boot, ("warm", served, warmed), ("prove", warmed, end)]

@@ -6,6 +6,8 @@ import json
 import sys
 from pathlib import Path
 
+from ansible_collections.baremetal.vllm.plugins.filter.report import MEASURED, MEASURED_SAYS
+
 HEAD = """\
 # Measured on a GPU
 
@@ -28,15 +30,9 @@ ASKED = (
 
 
 def cell(value: float | str | None) -> str:
-    return (
-        ""
-        if value is None
-        else value
-        if isinstance(value, str)
-        else f"{value:.2f}"
-        if isinstance(value, float)
-        else f"{value:,}".replace(",", " ")
-    )
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    return f"{value:,}".replace(",", " ") if isinstance(value, int) else value or ""
 
 
 def host_memory(report: dict) -> list[str]:
@@ -49,22 +45,14 @@ def host_memory(report: dict) -> list[str]:
     return ["## Host memory of a first sleep at level 1", "", head, "|---|---|---|---|---|", *rows, ""]
 
 
-WAYS = {
-    "cold": "cold: weights from the disk",
-    "warm": "warm: weights in the page cache",
-    "preload": "zero copy: weights of the preload daemon",
-    "sleep1": "wake from level 1",
-    "sleep2": "wake from level 2",
-}
-
-
 def ways(report: dict) -> list[str]:
     """What playbook measure has seen of each way into service."""
     rows = []
     for one in sorted(report.get("measured", []), key=lambda one: -one["ready_s"]):
         parts = ", ".join(f"{part['phase']} {part['seconds']:.1f}" for part in one["phases"] if part["seconds"] >= 0.05)
         numbers = [one["ready_s"], parts, one["first_token_s"], one["gpu_peak_mib"], one["gpu_asleep_mib"]]
-        rows.append(f"| {one['engine']}, {WAYS[one['path']]} | {' | '.join(map(cell, numbers))} |")
+        way = ": ".join(word[one["path"]] for word in (MEASURED, MEASURED_SAYS) if one["path"] in word)
+        rows.append(f"| {one['engine']}, {way} | {' | '.join(map(cell, numbers))} |")
     head = "| | proved after, s | of that, s | first token, s | peak, MiB | asleep, MiB |"
     says = "As `playbooks/measure.yml` saw it, which measures your own engines in the same way."
     return ["## What dominates", "", says, "", head, "|---|---|---|---|---|---|", *rows] if rows else []

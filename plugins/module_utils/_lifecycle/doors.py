@@ -374,6 +374,8 @@ def _alive(config: EngineConfig, main_pid: int, identity: int | None) -> None:
 class _DoorDrain(Transition):
     """The drain of a stopping unit: the same steps as a play's, except that ``proved`` is withdrawn, not admission."""
 
+    admission_patience = 0.0  # the engine's own gauges decide instead
+
     def drain(self) -> None:
         config = self.config
         routed = True

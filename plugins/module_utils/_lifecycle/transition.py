@@ -12,11 +12,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from . import adapters_apply, admission, claim, compile_cache, footprint, generations, golden, gpu, lease, weights
-from .balancer import BalancerDown
 from .config import EngineConfig
 from .deadline import Deadline
 from .engine import Engine, Metrics
 from .errors import (
+    AdmissionDown,
     DeadlineExceeded,
     LifecycleError,
     Mismatch,
@@ -27,6 +27,7 @@ from .errors import (
     Unwritable,
     UsageError,
 )
+from .gate import GateState
 from .host import host_memory
 from .lease import LeaseRequest, SleepRecord
 from .observe import Observation, observe
@@ -46,6 +47,7 @@ TAKES_MEMORY = ("start", "wake", "wake_weights", "reload", "wake_kv")
 MOVES_MEMORY = ("asleep", "awake", "started", "stopped", "restarted", "reloaded", "rolled_back")
 
 Report = t.Callable[[str], None]
+T = t.TypeVar("T")
 
 
 class Wish(t.NamedTuple):
@@ -162,6 +164,9 @@ def _says(config: EngineConfig, step: Step) -> str:
 
 class Transition:
     """One change of one engine. Each step is a method named like it."""
+
+    # A gate or balancer that is restarted gives no answer for a while, which is no reason yet to give up a change.
+    admission_patience = 15.0
 
     def __init__(self, config: EngineConfig, wish: Wish, deadline: Deadline, report: Report, digest: str = "") -> None:
         self.config = config
@@ -368,7 +373,25 @@ class Transition:
                 f"engine '{self.config.engine}' has admission none: nobody can be told '{word}'",
                 entry="admission-declared",
             )
-        self.door.set("admission", word)
+        door = self.door
+        self._asked(lambda: door.set("admission", word), self.deadline)
+
+    def _asked(self, call: t.Callable[[], T], deadline: Deadline) -> T:
+        """Ask who admits requests, for a while also one that gives no answer.
+
+        :raises AdmissionDown: it gave none all that time.
+        """
+        patience = deadline.sooner(self.admission_patience)
+        told = False
+        while True:
+            try:
+                return call()
+            except AdmissionDown as exc:
+                if not patience.rest():
+                    raise
+                if not told:
+                    self.report(f"{self.config.engine}: {exc}; asked again for {patience.seconds:.0f} s")
+                told = True
 
     def _await_router(self) -> None:
         ends = self.deadline.sooner(self.config.router_detection)
@@ -412,8 +435,7 @@ class Transition:
         tokens: int | None = None
         progress = time.monotonic()
         while True:
-            metrics = self.engine.metrics(CALL_TIMEOUT)
-            door = self.door.observe() if self.door else None
+            metrics, door = self._asked(self._reading, deadline)
             running, waiting = _counts(metrics, self.config.engine)
             sessions = door.sessions if door else 0
             passed = door.total if door else 0
@@ -423,7 +445,7 @@ class Transition:
             total = passed
             if metrics.tokens != tokens:
                 tokens, progress = metrics.tokens, time.monotonic()
-            if door and door.forgot and self.door and self.door.remind():
+            if door and door.forgot and self.door and self._asked(self.door.remind, deadline):
                 self.report(f"{self.config.engine}: {door.differs}; told it again")
                 self.extra["withdrawn_again"] = self.extra.get("withdrawn_again", 0) + 1
             if quiet >= QUIET_READINGS:
@@ -451,6 +473,9 @@ class Transition:
                         "seconds_without_a_token": round(still, 1),
                     },
                 )
+
+    def _reading(self) -> tuple[Metrics, GateState | None]:
+        return self.engine.metrics(CALL_TIMEOUT), self.door.observe() if self.door else None
 
     def _abort(self) -> None:
         """Cut what is left, which the caller chose, and count it.
@@ -554,7 +579,7 @@ class Transition:
                 state = self.door.observe()
                 why = f"admission {state.admission}, proved {state.proved}, engine up {state.backend_up}"
                 why = f"not ready: {why}{f'; {state.differs}' if state.differs else ''}"
-            except (Unreachable, BalancerDown) as exc:
+            except (Unreachable, AdmissionDown) as exc:
                 why = str(exc)
             if not self.deadline.rest(0.1):
                 raise DeadlineExceeded(

@@ -394,6 +394,46 @@ def test_a_restart_in_the_middle_of_a_drain_is_told_again(front):
     assert (result["after"]["state"], door.word()) == ("drained", "closed")
 
 
+@pytest.mark.parametrize("backend", ["gate", "haproxies"])
+def test_a_drain_outlives_a_balancer_that_is_away_for_a_while(front, backend):
+    door = front(backend, token_rate=200)
+    host = door.host
+    away = door.all[-1] if door.all else host.gate
+    stream = host.chat.open_stream(800, ignore_eos=True)  # past the balancer, which would cut it
+    wait_for(lambda: host.chat.busy() == 1, "the request")
+    running = host.begin(vllm_drain)
+    wait_for(lambda: door.word() == "withdrawn", "the withdrawal")
+    away.close()
+    time.sleep(2)
+    away.start()
+    stream.read()
+    result = running.result()
+    assert not result.get("failed"), result
+    assert (result["after"]["state"], door.word()) == ("drained", "closed")
+    assert (len(stream.ids), stream.finish_reason) == (800, "length")
+
+
+@pytest.mark.parametrize("backend", ["gate", "haproxies"])
+def test_a_balancer_that_stays_away_fails_the_drain_and_the_next_one_goes_on(front, monkeypatch, backend):
+    monkeypatch.setattr(Transition, "admission_patience", 1.0)
+    door = front(backend, token_rate=200)
+    host = door.host
+    away = door.all[-1] if door.all else host.gate
+    stream = host.chat.open_stream(800, ignore_eos=True)
+    wait_for(lambda: host.chat.busy() == 1, "the request")
+    running = host.begin(vllm_drain)
+    wait_for(lambda: door.word() == "withdrawn", "the withdrawal")
+    away.close()
+    failed = running.result()
+    assert failed["failed"]
+    assert "gives no answer" in failed["msg"] and "-no-answer)" in failed["msg"]
+    assert host.chat.lease()["owner"] == OWNER
+    away.start()
+    stream.read()
+    assert (len(stream.ids), stream.finish_reason) == (800, "length")
+    assert host.done(vllm_drain)["after"]["state"] == "drained"
+
+
 def test_an_operator_can_remind_a_balancer_without_touching_the_lease(front, capfd):
     door = front("haproxy")
     host = door.host

@@ -14,6 +14,8 @@ from ansible_collections.baremetal.vllm.plugins.filter.report import held_mib, r
 DRAIN_STEPS = ("withdraw", "await_router", "await_idle", "close", "await_closed", "pause")
 # The states of an engine whose process does what it should, be it in service or not.
 RUNNING = ("serving", "withdrawn", "draining", "drained", "headless")
+# Owners of leases on engines whose turn it is not.
+TAKE_TURNS = ("switch", "schedule")
 STATUS = "%-16s %-12s %-11s %-12s %-9s %-8s %8s %8s %8s %8s %-26s %-26s %s"
 HEAD = (
     *("HOST", "ENGINE", "STATE", "SINCE (UTC)", "VERSION", "WEIGHTS", "GPU_MIB", "HOST_MIB", "REQUESTS", "SESSIONS"),
@@ -293,6 +295,22 @@ def vllm_abandoned(engines: t.Mapping[str, t.Any]) -> list[dict[str, t.Any]]:
     ]
 
 
+def vllm_resting(engines: t.Mapping[str, t.Any]) -> dict[str, str]:
+    """The engines of vllm_info that a roll leaves alone, with why: it is not their turn, or they stay stopped.
+
+    One that sleeps on a preload daemon's memory is none of them: the daemon may not be changed under it.
+    """
+    resting = {}
+    for name, engine in sorted(engines.items()):
+        lease = engine["lease"]
+        if not lease and _stays_down(engine):
+            resting[name] = "stopped, and not enabled at boot"
+        elif lease and not lease["expired"] and lease["owner"] in TAKE_TURNS:
+            if engine["state"] == "stopped" or (engine["state"] == "asleep" and not engine.get("preload")):
+                resting[name] = f"{engine['state']}, by {lease['owner']}: {lease['reason']}"
+    return resting
+
+
 def _stays_down(engine: t.Mapping[str, t.Any]) -> bool:
     """Whether it is to stay stopped over a boot as well: ``start: false`` and never started, or disabled by hand."""
     return engine["state"] == "stopped" and (engine.get("unit") or {}).get("enabled") == "disabled"
@@ -305,6 +323,7 @@ class FilterModule:
         return {
             "vllm_abandoned": vllm_abandoned,
             "vllm_evidence": vllm_evidence,
+            "vllm_resting": vllm_resting,
             "vllm_roll_others": vllm_roll_others,
             "vllm_roll_rows": vllm_roll_rows,
             "vllm_status_rows": vllm_status_rows,

@@ -290,6 +290,26 @@ def test_two_hundred_switches(pair):
     assert left == [], "every fault has come twice"
 
 
+@pytest.mark.parametrize("turns", [(), ("code",), ("code", "chat")], ids=["never started", "code", "chat again"])
+def test_a_roll_restarts_the_one_whose_turn_it_is(pair, turns):
+    assert pair.host.systemd.ctl("disable", pair.host.engines["code"].unit).returncode == 0  # by start: false
+    for to in turns:
+        assert pair.play(to).run("switch.yml") == ""
+    now = turns[-1] if turns else "chat"
+    pids = {name: pair.host.info(name)["unit"]["main_pid"] for name in ("chat", "code")}
+    roll = pair.play(now, vllm_roll_run="weekly", vllm_roll_min_serving=0)
+    assert roll.run("rolling_restart.yml") == ""
+    assert [row["engine"] for row in roll.rows()] == [now]
+    judge(pair, now)
+    after = {name: pair.host.info(name)["unit"]["main_pid"] for name in ("chat", "code")}
+    assert (after[now] != pids[now], after[other(now)]) == (True, pids[other(now)])
+    # Who is named is meant, and then the lease of the switch counts.
+    if turns:
+        said = pair.play(now, vllm_roll_engines=[other(now)]).run("rolling_restart.yml")
+        assert "e1 is held by switch" in said
+        judge(pair, now)
+
+
 def test_a_check_mode_run_says_it_all_and_changes_nothing(pair):
     before = pair.host.files()
     play = pair.play("code", check=True)

@@ -204,6 +204,33 @@ def test_abandoned_is_out_of_service_without_a_valid_lease(engine, abandoned):
     assert [found["engine"] for found in fleet.vllm_abandoned({"chat": engine})] == (["chat"] if abandoned else [])
 
 
+def held(by, expired=False):
+    return {"owner": by, "reason": "code has its GPU", "expired": expired}
+
+
+@pytest.mark.parametrize(
+    ("engine", "why"),
+    [
+        (seen(), None),
+        (seen(state="failed", unit={"enabled": "disabled"}), None),
+        (seen(state="stopped", unit={"enabled": "enabled"}), None),
+        (seen(state="stopped", unit={"enabled": "disabled"}), "stopped, and not enabled at boot"),
+        (seen(state="stopped", unit={"enabled": "disabled"}, lease=held("rolling_restart")), None),  # half-way
+        (seen(state="asleep", lease=held("switch")), "asleep, by switch: code has its GPU"),
+        (seen(state="asleep", lease=held("schedule")), "asleep, by schedule: code has its GPU"),
+        (seen(state="stopped", lease=held("switch")), "stopped, by switch: code has its GPU"),
+        (seen(state="asleep", lease=held("switch", expired=True)), None),
+        (seen(state="asleep", lease=held("operator")), None),
+        (seen(state="asleep"), None),
+        (seen(state="unknown", lease=held("switch")), None),
+        (seen(state="drained", lease=held("switch")), None),  # in the middle of a switch
+        (seen(state="asleep", lease=held("switch"), preload={"daemon": "base"}), None),
+    ],
+)
+def test_a_roll_leaves_alone_whose_turn_it_is_not(engine, why):
+    assert fleet.vllm_resting({"chat": engine}) == ({"chat": why} if why else {})
+
+
 def test_the_evidence_of_a_failure_names_unit_processes_and_last_words():
     unit = {"active_state": "active", "sub_state": "running", "result": "success", "n_restarts": 2, "main_pid": 10}
     engine = seen(

@@ -305,9 +305,9 @@ def vllm_resting(engines: t.Mapping[str, t.Any]) -> dict[str, str]:
         lease = engine["lease"]
         if not lease and _stays_down(engine):
             resting[name] = "stopped, and not enabled at boot"
-        elif lease and not lease["expired"] and lease["owner"] in TAKE_TURNS:
-            if engine["state"] == "stopped" or (engine["state"] == "asleep" and not engine.get("preload")):
-                resting[name] = f"{engine['state']}, by {lease['owner']}: {lease['reason']}"
+        turns = lease and not lease["expired"] and lease["owner"] in TAKE_TURNS
+        if turns and (engine["state"] == "stopped" or (engine["state"] == "asleep" and not engine.get("preload"))):
+            resting[name] = f"{engine['state']}, by {lease['owner']}: {lease['reason']}"
     return resting
 
 

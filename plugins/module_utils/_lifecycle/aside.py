@@ -83,10 +83,10 @@ def run(work: Work) -> None:
     try:
         patience = float(os.environ.get(VARIABLE, ""))
         home = _make()
+        lock = os.open(home / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     except (ValueError, OSError):  # nobody looks, or this is a user who has no place for it
         work(Progress())
         return
-    lock = os.open(home / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     ended, end = os.pipe()
     sys.stdout.flush()

@@ -216,7 +216,7 @@ def _free_socket(config: EngineConfig) -> None:
             next_step=f"look at {path}",
         ) from exc
     if pid is None:
-        path.unlink(missing_ok=True)
+        store.remove(path)
         return
     raise Refused(
         f"engine '{config.engine}' on {socket.gethostname()}: process {pid} ({owners.command(pid)}) already "

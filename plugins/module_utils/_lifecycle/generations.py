@@ -79,8 +79,11 @@ def promote(engine: EngineConfig, speed: t.Mapping[str, t.Any] | None = None) ->
 
 def _replace(source: Path, target: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
-    if source.exists():
-        source.rename(target)
+    try:
+        if source.exists():
+            source.rename(target)
+    except OSError as exc:
+        raise store.unwritable(target, exc) from exc
 
 
 def target(engine: EngineConfig) -> dict[str, t.Any] | None:
@@ -125,7 +128,8 @@ def go_back(engine: EngineConfig, run: str) -> EngineConfig:
 
     Starts once more from anywhere in the middle: the engine's declaration, whose digest decides, is written last.
 
-    :raises Refused: there is none, or its runtime is not on this host any more.
+    :raises Refused: there is none, it cannot be read, or its runtime is not on this host any more.
+    :raises Unwritable: a file cannot be put in place; what was put so far is done again by the next one.
     """
     there = target(engine)
     here = f"engine '{engine.engine}' on {socket.gethostname()}"
@@ -144,13 +148,23 @@ def go_back(engine: EngineConfig, run: str) -> EngineConfig:
             next_step=f"run the role baremetal.vllm.vllm_runtime for version {there['runtime_version']}",
         )
     directory = _directory(engine.engine, there["name"])
-    copies = {name: (directory / name).read_text(encoding="utf-8") for name in _files(engine)}
+    try:
+        copies = {name: (directory / name).read_text(encoding="utf-8") for name in _files(engine)}
+    except (OSError, UnicodeDecodeError) as exc:
+        raise Refused(
+            f"{here}: the configuration that it was proved with before cannot be read: {exc}",
+            entry="nothing-to-go-back-to",
+            next_step="correct the inventory and run playbooks/site.yml",
+        ) from exc
     mark = {"schema": 1, "run": run, "config_digest": there["config_digest"]}
     store.write_json(_directory(engine.engine, "went_back.json"), mark)
     fresh = runtime.with_name(f".{runtime.name}.new")
-    fresh.unlink(missing_ok=True)
-    fresh.symlink_to(there["runtime"])
-    fresh.replace(runtime)
+    try:
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(there["runtime"])
+        fresh.replace(runtime)
+    except OSError as exc:
+        raise store.unwritable(runtime, exc) from exc
     for name, path in _files(engine).items():
         store.write_text(path, copies[name])
     try:

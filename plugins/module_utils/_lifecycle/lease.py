@@ -15,7 +15,7 @@ import os
 import socket
 import time
 import typing as t
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 
 from . import config, store
@@ -252,8 +252,8 @@ def locked(
                     entry="lock-held",
                     next_step="wait for that run to end, or end it, and run this again",
                 ) from None
-        stream.seek(0)
-        stream.truncate()
-        stream.write(json.dumps({"pid": os.getpid(), "since": round(time.time(), 1), "engine": engine or name}))
-        stream.flush()
+        says = json.dumps({"pid": os.getpid(), "since": round(time.time(), 1), "engine": engine or name})
+        with suppress(OSError):  # on a full disk the lock holds, too, and only does not say whose it is
+            os.ftruncate(stream.fileno(), 0)
+            os.write(stream.fileno(), says.encode())
         yield

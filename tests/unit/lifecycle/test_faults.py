@@ -20,7 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import observe, transition
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import lease, observe, transition
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.deadline import Deadline
 from ansible_collections.baremetal.vllm.plugins.modules import (
     vllm_drain,
     vllm_engine,
@@ -828,3 +829,18 @@ def test_a_full_disk_is_no_reason_to_stop_an_engine(world, monkeypatch):
     assert (host.gate.ready("chat"), host.info()["unit"]["active_state"]) == (503, "active")
     host.done(vllm_sleep)
     assert host.chat.seen()["level"] == 1
+
+
+def test_a_lock_that_cannot_say_whose_it_is_holds(world, monkeypatch):
+    host = world(gate=True)
+
+    def full(*_arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "ftruncate", full)
+        host.done(vllm_drain)
+        with lease.locked("chat", Deadline(1)):
+            refused = host.run(vllm_drain, state="serving", timeout=1)
+    assert refused["runbook"] == "lock-held"
+    host.done(vllm_drain, state="serving")

@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import yaml
@@ -124,6 +126,36 @@ def test_there_must_be_something_to_go_back_to(world):
     assert "nothing to go back to" in refused["msg"]
     assert site.host.chat.seen()["ready"]
     assert "needs run" in site.host.run(vllm_engine, state="rolled_back")["msg"]
+
+
+def test_a_configuration_that_cannot_be_read_is_no_way_back(world):
+    site = Site(world)
+    site.write("second", **{"max-num-seqs": 8})
+    site.host.done(vllm_engine, **RESTART)
+    (site.root / "var/lib/vllm/chat/generations/before/engine.env").unlink()
+    before = site.seen()
+    refused = site.host.run(vllm_engine, **BACK)
+    assert "the configuration that it was proved with before cannot be read" in refused["msg"]
+    assert refused["runbook"] == "nothing-to-go-back-to"
+    assert site.seen() == before
+
+
+def test_a_file_system_that_takes_no_link_is_named_and_the_next_one_goes_back(world, monkeypatch):
+    site = Site(world)
+    old = site.seen()
+    site.write("second", **{"max-num-seqs": 8})
+    site.host.done(vllm_engine, **RESTART)
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "symlink_to", _full)
+        failed = site.host.run(vllm_engine, **BACK)
+    assert f"{site.root}/opt/vllm/engines/chat cannot be written: [Errno 28]" in failed["msg"]
+    assert failed["runbook"] == "record-unwritable"
+    site.host.done(vllm_engine, **BACK)
+    assert site.seen() == old
+
+
+def _full(*_arguments):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_runtime_that_is_gone_is_named_before_the_files_change(world):

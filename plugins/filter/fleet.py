@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import typing as t
 
-from ansible_collections.baremetal.vllm.plugins.filter.report import held_mib, requests_cut, span, span_of_lease
+from ansible_collections.baremetal.vllm.plugins.plugin_utils._spans import held_mib, requests_cut, span, span_of_lease
 
 # Steps of a drain, whose time is the requests' and the router's, not ours.
 DRAIN_STEPS = ("withdraw", "await_router", "await_idle", "close", "await_closed", "pause")

@@ -11,7 +11,8 @@ from __future__ import annotations
 import statistics
 import typing as t
 
-from ansible_collections.baremetal.vllm.plugins.filter.report import BOOT, MEASURED, span
+from ansible_collections.baremetal.vllm.plugins.filter.report import MEASURED
+from ansible_collections.baremetal.vllm.plugins.plugin_utils._spans import BOOT, span
 
 LEVELS = {"sleep1": 1, "sleep2": 2}
 # Where the way into service begins, among the phases of a time out of it.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import typing as t
 
 from ansible_collections.baremetal.vllm.plugins.filter.fleet import DRAIN_STEPS
-from ansible_collections.baremetal.vllm.plugins.filter.report import phases
+from ansible_collections.baremetal.vllm.plugins.plugin_utils._spans import phases
 
 AWAKE = ("serving", "withdrawn", "draining", "drained")
 # Nothing of such an engine is on a GPU.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import typing as t
 
 from ansible_collections.baremetal.vllm.plugins.filter.groups import hosts_together
-from ansible_collections.baremetal.vllm.plugins.filter.report import held_mib, requests_cut, span, span_of_lease
+from ansible_collections.baremetal.vllm.plugins.plugin_utils._spans import held_mib, requests_cut, span, span_of_lease
 
 OWNER = "rolling_upgrade"
 AWAKE = ("serving", "withdrawn", "draining", "drained")

@@ -12,7 +12,7 @@ import time
 import httpx
 import pytest
 
-from ansible_collections.baremetal.vllm.plugins.filter.report import BOOT
+from ansible_collections.baremetal.vllm.plugins.plugin_utils._spans import BOOT
 from ansible_collections.baremetal.vllm.tests.rolling.fleet import CHECKOUT, Stream
 
 LONG = 600  # tokens; some seconds of generation

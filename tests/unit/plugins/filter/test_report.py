@@ -10,6 +10,7 @@ import re
 import pytest
 
 from ansible_collections.baremetal.vllm.plugins.filter import fleet, report, switching, upgrade
+from ansible_collections.baremetal.vllm.plugins.plugin_utils import _spans
 
 HOSTILE = "</code><script>alert(1)</script>\"'&<!-- {{ 7 * 7 }} \x1b[31m\u202egpj"
 # 2026-11-30 08:10:00 UTC
@@ -98,7 +99,7 @@ def brief(phases):
     ],
 )
 def test_phases(steps, started, shown):
-    assert brief(report.phases(steps, started)) == shown
+    assert brief(_spans.phases(steps, started)) == shown
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_phases(steps, started, shown):
     ],
 )
 def test_requests_cut_are_none_only_where_that_was_seen(state, results, steps, cut):
-    assert report.requests_cut(state, results, steps) == cut
+    assert _spans.requests_cut(state, results, steps) == cut
 
 
 def engine(**changes):
@@ -138,7 +139,7 @@ def engine(**changes):
     ],
 )
 def test_memory_that_was_not_seen_is_no_number(seen, mib):
-    assert report.held_mib(seen) == mib
+    assert _spans.held_mib(seen) == mib
 
 
 OUT = {

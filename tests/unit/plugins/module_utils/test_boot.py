@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from ansible_collections.baremetal.vllm.plugins.filter import report
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import boot
+from ansible_collections.baremetal.vllm.plugins.plugin_utils import _spans
 
 STARTED = "(EngineCore pid=7) INFO 11-29 14:15:39 [core.py:139] Initializing a V1 LLM engine (v0.33.0) with config: m"
 BAR = "Loading safetensors checkpoint shards:   0%|\rLoading safetensors checkpoint shards:  45%|####  | 9/20 [00:04]\r"
@@ -67,4 +67,4 @@ def test_what_a_start_consisted_of(log, parts):
     found = boot.parts(log, 10.0, 100.0)
     assert found == parts
     assert sum(found.values()) in (0, 90.0)
-    assert [one for one in report.BOOT if one in found] == list(found), "the report shows them, in this order"
+    assert [one for one in _spans.BOOT if one in found] == list(found), "the report shows them, in this order"

@@ -173,8 +173,10 @@ def _headless(host: str, name: str, hostvars: t.Mapping[str, t.Any]) -> dict[str
 
 
 def _notes(engine: t.Mapping[str, t.Any]) -> list[str]:
-    """Why an engine is in its state, and what is due for it."""
+    """Why an engine is in its state, who has it there for what, and what is due for it."""
     notes = list(engine["reasons"])
+    if (lease := engine["lease"]) and lease["reason"]:
+        notes.append(f"held until {_moment(lease['expires'], '%Y-%m-%d %H:%M')}: {lease['reason']}")
     if engine.get("group"):
         notes.append(f"of group {engine['group']}")
     if engine["stale"]:
@@ -212,7 +214,11 @@ def _since(engine: t.Mapping[str, t.Any]) -> str:
     known = [one for one in times if one]
     if not known:
         return "-"
-    return datetime.datetime.fromtimestamp(max(known), datetime.timezone.utc).strftime("%m-%d %H:%M")
+    return _moment(max(known))
+
+
+def _moment(seconds: float, shape: str = "%m-%d %H:%M") -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime(shape)
 
 
 def _version(engine: t.Mapping[str, t.Any]) -> str:

@@ -20,7 +20,7 @@ _PHASES = tuple(
         (r"torch\.compile took|Dynamo bytecode transform time|Directly load AOT compilation", "compiles and profiles"),
         (r"Capturing CUDA graphs[^:]*: *(\d+)%", "captures graphs"),
         (r"Graph capturing finished", "has captured graphs"),
-        (r"init engine \(profile", "starts its API server"),
+        (r"init engine \(profile|Available routes are|Route: \S+, Methods", "starts its API server"),
         (r"Starting vLLM server|Application startup complete", "listens"),
     )
 )

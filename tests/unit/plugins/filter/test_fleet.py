@@ -119,7 +119,8 @@ def table(**engines):
 
 
 def test_the_table_has_a_line_for_each_engine_and_for_each_silent_host():
-    lease = {"owner": "me", "run": "r1", "expired": True, "since": 1764470000.0}
+    times = {"since": 1764470000.0, "expires": 1764473600.0}
+    lease = {"owner": "me", "run": "r1", "reason": "a new fan", "expired": True, **times}
     hostvars = {
         "e1": {"__vllm_status_seen": {"engines": {"chat": seen(), "code": seen(state="asleep", level=1, lease=lease)}}},
         "e2": {"__vllm_status_seen": {"unreachable": True, "msg": "no route\nat all"}},
@@ -133,6 +134,7 @@ def test_the_table_has_a_line_for_each_engine_and_for_each_silent_host():
     assert "asleep 1" in lines[2]
     assert "11-30 02:33" in lines[2], "since its lease began"
     assert "me r1 (expired)" in lines[2]
+    assert lines[2].endswith("held until 2025-11-30 03:33: a new fan")
     assert lines[3].split() == ["e2", "-", "unreachable", *["-"] * 9, "no", "route"]
     assert lines[4].endswith("httpx is missing")
     assert "it was not asked" in lines[5]

@@ -27,6 +27,7 @@ BAR = "Loading safetensors checkpoint shards:   0%|\rLoading safetensors checkpo
         (["Capturing CUDA graphs (mixed prefill-decode, PIECEWISE):  63%|██████"], "captures graphs, 63 %"),
         (["x [model_runner.py:1163] Graph capturing finished in 6 secs, took 0.63 GiB"], "has captured graphs"),
         (["x [core.py:405] init engine (profile, create kv cache, warmup model) took 35.7 s"], "starts its API server"),
+        (["x [launcher.py:195] Route: /v1/models, Methods: GET"] * 40, "starts its API server"),
         ([STARTED, "chat: not ready yet, 20 of 600 s: refused"], "loads the model"),
         ([STARTED, "chat: warming with 4 prompt and 1 new tokens"], "warming with 4 prompt and 1 new tokens"),
         ([STARTED, "code: warming with 4 prompt and 1 new tokens"], "loads the model"),

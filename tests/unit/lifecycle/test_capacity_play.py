@@ -34,6 +34,14 @@ def test_an_engine_of_another_model_stands_in_for_nobody(fleet):
     assert fleet.pids() == before
 
 
+def test_a_drain_refuses_wrong_words_before_anything_else(fleet):
+    for wrong in ({"vllm_drain_state": "serve"}, {"vllm_drain_mode": "kill"}, {"vllm_drain_timeout": 0}):
+        said = fleet.play("drain.yml", rc=2, **wrong)
+        assert "No host was touched. (runbook: playbook-variable)" in said
+        assert "run-stopped" not in said
+    assert {host.gate.ready(engine) for host in fleet.hosts.values() for engine in host.engines} == {200}
+
+
 def test_a_roll_counts_each_model_and_repairs_what_is_out(fleet):
     """The chat of h1 was left out by this roll: bringing it back is not refused, and then everybody can go."""
     before = fleet.pids()

@@ -77,13 +77,10 @@ def vllm_roll_rows(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) -> l
     rows = []
     for host in hosts:
         values = hostvars[host]
-        served = values.get("__vllm_roll_serve") or {}
         restarted = values.get("__vllm_roll_restart") or {}
         seen = (values.get("__vllm_roll_seen") or {}).get("engines") or {}
-        for name, engine in (served.get("engines") or {}).items():
-            out = engine.get("out_of_service")
-            if not out:
-                continue
+        for name, engine in _brought_back(values).items():
+            out = engine["out_of_service"]
             timings, started = out["timings"], out["started"] or {}
             row = {
                 "drain_s": sum(timings.get(step, 0.0) for step in DRAIN_STEPS),
@@ -107,12 +104,21 @@ def vllm_roll_rows(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) -> l
                     "weights_after": started.get("weights") or None,
                     "gpu_mib_after": sum(out["gpu_mib"].values()) if out.get("gpu_mib") else None,
                     "requests_cut": requests_cut(before.get("state") or "", [engine, renewed], out.get("steps") or ()),
-                    "proof": (engine.get("proof") or {}).get("by"),
+                    "proof": (engine.get("proof") or started.get("proof") or {}).get("by"),
                     "spans": [span(out)],
                     **_headless(host, name, hostvars),
                 }
             )
     return rows
+
+
+def _brought_back(values: t.Mapping[str, t.Any]) -> dict[str, t.Any]:
+    """What released the lease of each engine: the restart itself, where one was admitted all along, though unknown."""
+    results = {**_engines(values, "__vllm_roll_restart")}
+    for name, one in _engines(values, "__vllm_roll_serve").items():
+        if one.get("out_of_service") or name not in results:
+            results[name] = one
+    return {name: one for name, one in results.items() if one.get("out_of_service")}
 
 
 def _before(engine: t.Mapping[str, t.Any]) -> dict[str, t.Any]:
@@ -130,7 +136,7 @@ def vllm_roll_others(
     rows = []
     for host in hosts:
         values = hostvars[host]
-        back = {name for name, one in _engines(values, "__vllm_roll_serve").items() if one.get("out_of_service")}
+        back = _brought_back(values)
         failed = values.get("__vllm_roll_failed")
         left = _engines(values, "__vllm_evidence") if failed else {}
         for name, engine in _engines(values, "__vllm_roll_seen").items():

@@ -137,6 +137,31 @@ def test_the_page_says_what_was_seen(world):
     assert page.text("names") == "h1 chat"
 
 
+def test_an_engine_that_was_unknown_and_admitted_is_not_called_waiting(world):
+    """Nobody has withdrawn it, so its restart brings it back, and the last task of the roll has nothing to release."""
+    fleet = Rolled(world, "h1")
+    host = fleet.hosts["h1"]
+    before = fleet.pids()
+    host.chat.set_fault("metrics_500")
+    assert host.info()["state"] == "unknown"
+
+    def heal() -> None:
+        while fleet.pids() == before:
+            time.sleep(0.05)
+        host.chat.clear_faults()
+
+    healer = threading.Thread(target=heal, daemon=True)
+    healer.start()
+    fleet.roll()
+    healer.join(10)
+    report = json.loads(fleet.json.read_text())
+    (row,) = report["hosts"]
+    assert (row["name"], row["outcome"], row["proof"]) == ("h1", "restarted", "completion")
+    assert row["spans"][0]["seconds"] == row["out_of_rotation_s"] > 0
+    assert report["others"] == []
+    assert fleet.page().text("verdict") == "✔ Complete: 1 of 1"
+
+
 def test_the_page_of_a_roll_that_stopped(world):
     """The first host does not start again; the second is not touched."""
     fleet = Rolled(world, "h1", "h2")

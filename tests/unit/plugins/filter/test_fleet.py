@@ -94,6 +94,29 @@ def test_the_report_of_a_roll_says_where_the_seconds_went():
     }  # fmt: skip
 
 
+def test_an_engine_that_its_restart_has_brought_back_already_has_its_row():
+    """It was unknown, and admitted: nothing was left for the last task to release."""
+    out = {"seconds": 60.0, "timings": {"stop": 20.0}, "started": {"boot_s": 38.0}}
+    hostvars = {
+        "e1": {
+            "__vllm_roll_seen": {"engines": {"chat": seen(state="unknown")}},
+            "__vllm_roll_restart": {
+                "changed": True,
+                "engines": {"chat": {"out_of_service": out, "proof": {"by": "golden"}}},
+            },
+            "__vllm_roll_serve": {"engines": {"chat": {"changed": False}}},
+        },
+    }
+    (row,) = fleet.vllm_roll_rows(["e1"], hostvars)
+    assert (row["outcome"], row["stop_s"], row["proof"], row["out_of_rotation_s"]) == (
+        "restarted",
+        20.0,
+        "golden",
+        60.0,
+    )
+    assert fleet.vllm_roll_others(["e1"], hostvars) == []
+
+
 def test_the_row_of_a_group_is_its_heads_and_names_what_was_changed_with_it():
     out = {"seconds": 60.0, "timings": {"stop": 10.0}, "started": {"boot_s": 38.0}}
 

@@ -101,7 +101,7 @@ def vllm_units(
         every = [engines[name] for name in own]
         every += [found[where][name] for where, names in followers.items() for name in names]
         well = all(map(_well, every))
-        renewed = all(_restarted_by(engine) == run for engine in every) if run else False
+        renewed = all(engine.get("restarted_by") == run for engine in every) if run else False
         part = "follows" if engines and not own else "first" if not well else "done" if renewed else "todo"
         units[host] = {
             "part": part,
@@ -137,12 +137,6 @@ def _well(engine: t.Mapping[str, t.Any]) -> bool:
     if engine.get("headless"):
         return engine["state"] == "headless" and not engine["lease"]
     return bool(engine["state"] == "serving")
-
-
-def _restarted_by(engine: t.Mapping[str, t.Any]) -> str:
-    """The run that has restarted the process which runs now, "" for none."""
-    last, unit = engine.get("last") or {}, engine.get("unit") or {}
-    return str(last.get("run") or "") if last.get("restarted_pid", -1) == unit.get("main_pid") else ""
 
 
 def _any_groups(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any], members: t.Mapping[str, t.Any]) -> bool:

@@ -119,7 +119,7 @@ class Observation:
         """The run that restarted the process which runs now, or nothing."""
         if not self.last or not self.unit or self.last.get("restarted_pid") != self.unit.main_pid:
             return ""
-        return str(self.last.get("run") or "")
+        return str(self.last.get("restarted_run") or "")
 
     @property
     def lora(self) -> bool:

@@ -38,6 +38,8 @@ from .unit import Unit, group_pids
 QUIET_READINGS = 3
 QUIET_INTERVAL = 0.15
 CALL_TIMEOUT = 10.0
+# How often a wait is told of.
+TELL_EVERY = 5.0
 # What an abort may take beyond the drain's own time.
 ABORT_TIMEOUT = 30.0
 
@@ -307,7 +309,7 @@ class Transition:
             "timings": self.timings,
         }
         if self.wish.state == "restarted" and after.unit and "went_back_to" not in self.extra:
-            last["restarted_pid"] = after.unit.main_pid
+            last.update(restarted_pid=after.unit.main_pid, restarted_run=self.wish.lease.run)
         elif (
             self.before.restarted_by
             and after.unit
@@ -315,7 +317,7 @@ class Transition:
             and after.unit.main_pid == self.before.unit.main_pid
         ):
             # A later transition of the same process does not undo that this run has restarted it.
-            last.update(restarted_pid=after.unit.main_pid, run=self.before.restarted_by)
+            last.update(restarted_pid=after.unit.main_pid, restarted_run=self.before.restarted_by)
         lease.record(self.config.engine, "last_transition.json", last)
 
     def _explain(self, exc: LifecycleError, before: Observation) -> None:
@@ -450,7 +452,7 @@ class Transition:
                 self.extra["withdrawn_again"] = self.extra.get("withdrawn_again", 0) + 1
             if quiet >= QUIET_READINGS:
                 return
-            if time.monotonic() - told > 5:
+            if time.monotonic() - told > TELL_EVERY:
                 told = time.monotonic()
                 self.report(
                     f"{self.config.engine}: draining, {running} running, {waiting} waiting, {sessions} session(s) at "
@@ -572,6 +574,7 @@ class Transition:
 
     def _await_ready(self) -> None:
         """The router's own question, over the network; or, of a balancer, whether it sends."""
+        told = time.monotonic()
         while self.door is not None:
             try:
                 if self.door.ready(CALL_TIMEOUT):
@@ -581,6 +584,9 @@ class Transition:
                 why = f"not ready: {why}{f'; {state.differs}' if state.differs else ''}"
             except (Unreachable, AdmissionDown) as exc:
                 why = str(exc)
+            if time.monotonic() - told > TELL_EVERY:
+                told = time.monotonic()
+                self.report(f"{self.config.engine}: {self.config.door}: {why}, {self.deadline.says}")
             if not self.deadline.rest(0.1):
                 raise DeadlineExceeded(
                     f"{self.config.door} of engine '{self.config.engine}' on {socket.gethostname()} does not show it "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import cli
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import cli, transition
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.balancer import Balancer
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.haproxy import HAProxies
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.script import Script
@@ -432,6 +433,17 @@ def test_a_balancer_that_stays_away_fails_the_drain_and_the_next_one_goes_on(fro
     stream.read()
     assert (len(stream.ids), stream.finish_reason) == (800, "length")
     assert host.done(vllm_drain)["after"]["state"] == "drained"
+
+
+def test_a_wait_for_the_balancer_says_what_it_waits_for(front, monkeypatch, capfd):
+    monkeypatch.setattr(transition, "TELL_EVERY", 0.2)
+    door = front("haproxy")
+    door.host.done(vllm_drain)
+    looks = iter([False] * 10)
+    monkeypatch.setattr(HAProxies, "ready", lambda self, _timeout: next(looks, True))
+    assert cli.main(["set", "chat", "serving", "--force"]) == 0
+    said = capfd.readouterr().out
+    assert re.search(r"chat: HAProxy: not ready: admission open, .*engine up True, \d+ of \d+ s", said)
 
 
 def test_an_operator_can_remind_a_balancer_without_touching_the_lease(front, capfd):

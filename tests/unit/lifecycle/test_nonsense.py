@@ -499,7 +499,9 @@ OPTIONS = st.builds(
     kv_only=st.booleans(),
     deepen=st.booleans(),
 )
-LASTS = st.sampled_from([None, {}, {"run": "r1", "restarted_pid": 10}, {"run": None, "restarted_pid": None}])
+LASTS = st.sampled_from(
+    [None, {}, {"restarted_run": "r1", "restarted_pid": 10}, {"restarted_run": None, "restarted_pid": None}]
+)
 
 
 @examples("plans")

@@ -308,6 +308,10 @@ def test_a_roll_restarts_the_one_whose_turn_it_is(pair, turns):
         said = pair.play(now, vllm_roll_engines=[other(now)]).run("rolling_restart.yml")
         assert "e1 is held by switch" in said
         judge(pair, now)
+    # What is done with the same process later is told of by its own name, and the roll has restarted it all the same.
+    assert pair.play(other(now), vllm_switch_run="late").run("switch.yml") == ""
+    seen = pair.host.info(now)
+    assert (seen["last"]["run"], seen["restarted_by"]) == ("late", "weekly")
 
 
 def test_a_check_mode_run_says_it_all_and_changes_nothing(pair):

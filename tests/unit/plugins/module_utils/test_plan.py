@@ -260,7 +260,7 @@ def test_of_a_headless_engine_only_the_unit_changes(now, wanted, expected, after
 
 
 def test_a_headless_engine_is_restarted_once_for_each_run():
-    done = observation(headless=True, last={"run": "r1", "restarted_pid": 10})
+    done = observation(headless=True, last={"restarted_run": "r1", "restarted_pid": 10})
     assert plan("restarted", done, OPTIONS._replace(run="r1")) == []
     assert names(plan("restarted", done, OPTIONS._replace(run="r2"))) == ["lease", "stop", "start"]
     assert names(plan("restarted", done, OPTIONS)) == ["lease", "stop", "start"]
@@ -284,10 +284,10 @@ def test_a_group_does_not_go_back_on_one_host_alone():
 
 
 def test_a_restart_is_done_once_for_each_run():
-    done = {"run": "r1", "restarted_pid": 10}
+    done = {"restarted_run": "r1", "restarted_pid": 10}
     assert plan("restarted", observation(last=done), Options(owner=OURS, run="r1")) == []
     assert "stop" in names(plan("restarted", observation(last=done), Options(owner=OURS, run="r2")))
-    other_process = {"run": "r1", "restarted_pid": 9}
+    other_process = {"restarted_run": "r1", "restarted_pid": 9}
     assert "stop" in names(plan("restarted", observation(last=other_process), Options(owner=OURS, run="r1")))
     killed = observation(last=done, held=lease(), gate=gate_state("closed"))
     assert names(plan("restarted", killed, Options(owner=OURS, run="r1"))) == BACK
@@ -375,7 +375,9 @@ def test_a_prefix_cache_that_may_outlive_its_memory_is_reset_before_the_engine_s
 def test_an_engine_whose_unit_stops_is_only_waited_for(wanted):
     """systemd calls it deactivating, we call it draining; nothing can be asked of it any more."""
     held = lease(purpose=wanted)
-    now = observation(unit=unit_state("deactivating", "stop"), held=held, last={"run": "r1", "restarted_pid": 0})
+    now = observation(
+        unit=unit_state("deactivating", "stop"), held=held, last={"restarted_run": "r1", "restarted_pid": 0}
+    )
     assert now.state == "draining"
     now = dataclasses.replace(now, goes_back=GENERATION)
     if wanted not in ("stopped", "restarted", "rolled_back"):

@@ -11,6 +11,7 @@ from ansible_collections.baremetal.vllm.plugins.filter.groups import hosts_toget
 from ansible_collections.baremetal.vllm.plugins.plugin_utils._spans import held_mib, requests_cut, span, span_of_lease
 
 OWNER = "rolling_upgrade"
+WOULD = "would be upgraded"
 AWAKE = ("serving", "withdrawn", "draining", "drained")
 DOWN = ("stopped", "failed")
 # Means of fewer requests than these say nothing about an engine.
@@ -25,6 +26,12 @@ def _runs_with(engine: t.Mapping[str, t.Any]) -> str:
     unit, started = engine["unit"] or {}, engine["started"] or {}
     alive = unit.get("main_pid") and started.get("main_pid") == unit["main_pid"]
     return str(started.get("config_digest") or "") if alive else ""
+
+
+def _by_golden(engine: t.Mapping[str, t.Any]) -> bool:
+    """Whether a golden has proved the process that runs, at its start or since: goldens may be younger than it."""
+    at_start = ((engine["started"] or {}).get("proof") or {}).get("by") == "golden"
+    return at_start or bool((engine.get("golden") or {}).get("matches"))
 
 
 def _ours(engine: t.Mapping[str, t.Any]) -> bool:
@@ -84,12 +91,11 @@ def _completed(plan: dict[str, t.Any], engines: Engines) -> dict[str, t.Any]:
     """With what follows from the parts that the engines have in it."""
     touched = plan["change"] + plan["finish"]
     headless = [name for name, engine in engines.items() if engine.get("headless")]
-    proofs = {name: ((engines[name]["started"] or {}).get("proof") or {}).get("by") for name in plan["change"]}
     well = all(engines[name]["state"] in ("serving", "headless") for name in touched)
     return {
         **plan,
         "headless": headless,
-        "unproved": [name for name, by in proofs.items() if by != "golden" and name not in headless],
+        "unproved": [name for name in plan["change"] if name not in headless and not _by_golden(engines[name])],
         "drain": [name for name in plan["change"] if engines[name]["state"] in AWAKE],
         "part": ("todo" if well else "first") if touched or plan["write"] else "done",
     }
@@ -280,7 +286,8 @@ def _timed(values: t.Mapping[str, t.Any], name: str) -> float | None:
 def vllm_upgrade_rows(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) -> list[dict[str, t.Any]]:
     """A row for each engine that the inventory wants: from and to which version, how long, how fast, what came of it.
 
-    ``outcome`` is unchanged, upgraded, rolled_back, failed, or waiting for a host that was not reached.
+    ``outcome`` is unchanged, upgraded, rolled_back, failed, or waiting for a host that was not reached; in check mode
+    it is WOULD.
     """
     rows = []
     for host in hosts:
@@ -293,6 +300,7 @@ def vllm_upgrade_rows(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) -
         outcome = values.get("__vllm_upgrade_outcome") or {}
         for name, want in sorted(wants.items()):
             touched = name in plan["change"] + plan["finish"] + plan["write"]
+            timed = touched and outcome.get("outcome", WOULD) != WOULD
             before = (seen.get(name) or {}).get("started")
             now = (after.get(name) or {}).get("started")
             rows.append(
@@ -303,7 +311,7 @@ def vllm_upgrade_rows(hosts: t.Iterable[str], hostvars: t.Mapping[str, t.Any]) -
                     "to": want["runtime_version"],
                     "runs": ((now or {}).get("runtime_version") if after else (before or {}).get("runtime_version")),
                     "state": (after.get(name) or seen.get(name) or {}).get("state"),
-                    "seconds": float(outcome["seconds"]) if touched and outcome else None,
+                    "seconds": float(outcome["seconds"]) if timed else None,
                     "speed_before": _speed(before),
                     "speed_after": _timed(values, name) or _speed(now),
                     "outcome": (outcome.get("outcome") or "waiting") if touched else "unchanged",

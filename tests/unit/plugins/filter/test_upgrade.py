@@ -74,9 +74,18 @@ def test_an_engine_that_is_not_there_is_refused_and_one_that_nobody_wants_is_lef
     assert plan["change"] == []
 
 
-@pytest.mark.parametrize(("by", "unproved"), [("golden", []), ("completion", ["chat"])])
-def test_engines_without_a_golden_are_named(by, unproved):
-    assert upgrade.vllm_upgrade_plan({"chat": seen(by=by)}, {"chat": WANT})["unproved"] == unproved
+@pytest.mark.parametrize(
+    ("by", "golden", "unproved"),
+    [
+        ("golden", None, []),
+        ("completion", None, ["chat"]),
+        ("completion", {"matches": True}, []),  # recorded after its start
+        ("completion", {"matches": False}, ["chat"]),
+    ],
+)
+def test_engines_without_a_golden_are_named(by, golden, unproved):
+    engine = {**seen(by=by), "golden": golden}
+    assert upgrade.vllm_upgrade_plan({"chat": engine}, {"chat": WANT})["unproved"] == unproved
 
 
 @pytest.mark.parametrize(
@@ -352,3 +361,16 @@ def test_rows_and_lines():
         "e3 chat: vLLM 0.31.0 -> 0.32.0, waiting",
         "e4 chat: vLLM 0.31.0 -> 0.32.0, unchanged",
     ]
+
+
+def test_check_mode_says_what_would_be_and_nothing_that_it_has_not_seen():
+    engine = {"started": {"runtime_version": "0.31.0", "speed": {"tokens_per_s": 100.0}}, "state": "serving"}
+    values = {
+        "__vllm_upgrade_plan": {"change": ["chat"], "finish": [], "write": []},
+        "__vllm_engine_wants": {"chat": WANT},
+        "__vllm_upgrade_seen": {"engines": {"chat": engine}},
+        "__vllm_upgrade_after": {"engines": {"chat": engine}},
+        "__vllm_upgrade_outcome": {"outcome": upgrade.WOULD, "seconds": "27.0"},
+    }
+    rows = upgrade.vllm_upgrade_rows(["e1"], {"e1": values})
+    assert upgrade.vllm_upgrade_lines(rows) == ["e1 chat: vLLM 0.31.0 -> 0.32.0, would be upgraded"]

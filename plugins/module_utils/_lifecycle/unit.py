@@ -39,6 +39,12 @@ _STAMPED = re.compile(r"\[ *(?P<at>\d+\.\d+)\] \S+ [^:]+: (?P<line>.*)")
 QUERY_TIMEOUT = 20
 # How often a start under way is told of.
 TELL_EVERY = 5.0
+# What a unit that starts is in the middle of while its log says nothing of it, by systemd's word.
+_BEFORE_ITS_LOG = {
+    "start-pre": "checks what it needs",
+    "start-post": "imports its libraries",
+    "dead": "waits for systemd",
+}
 MIB = 1024 * 1024
 
 
@@ -172,9 +178,10 @@ class Unit:
                 )
 
     def _phase(self, state: UnitState) -> str:
-        """How far a start has come: by its log, else by systemd's word for it."""
+        """How far a start has come: by its log, else by what the unit is in the middle of."""
         lines = self.journal(40, state.invocation) if state.invocation else []
-        return boot.phase(lines, self.name.partition("@")[2].removesuffix(".service")) or state.sub_state
+        said = boot.phase(lines, self.name.partition("@")[2].removesuffix(".service"))
+        return said or _BEFORE_ITS_LOG.get(state.sub_state, state.sub_state)
 
     def stop(self, deadline: Deadline) -> UnitState:
         """Stop, also a unit in a restart loop, and wait until its control group is empty. Returns how it ended.

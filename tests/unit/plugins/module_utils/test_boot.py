@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import boot
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.unit import Unit
 from ansible_collections.baremetal.vllm.plugins.plugin_utils import _spans
+from ansible_collections.baremetal.vllm.tests.unit.plugins.module_utils import lifecycle_factory as made
 
 STARTED = "(EngineCore pid=7) INFO 11-29 14:15:39 [core.py:139] Initializing a V1 LLM engine (v0.33.0) with config: m"
 BAR = "Loading safetensors checkpoint shards:   0%|\rLoading safetensors checkpoint shards:  45%|####  | 9/20 [00:04]\r"
@@ -37,6 +41,21 @@ BAR = "Loading safetensors checkpoint shards:   0%|\rLoading safetensors checkpo
 )  # fmt: skip
 def test_how_far_a_start_has_come(journal, says):
     assert boot.phase(journal, "chat") == says
+
+
+@pytest.mark.parametrize(
+    ("sub", "journal", "says"),
+    [
+        ("start-pre", [], "checks what it needs"),
+        ("start-post", [], "imports its libraries"),
+        ("start-post", [STARTED], "loads the model"),
+        ("auto-restart", [], "auto-restart"),
+    ],
+)
+def test_before_its_log_says_anything_a_start_is_told_by_what_its_unit_does(monkeypatch, sub, journal, says):
+    monkeypatch.setattr(Unit, "journal", lambda _self, _lines, _invocation: journal)
+    state = replace(made.unit_state("activating", sub), invocation="this")
+    assert Unit("vllm-engine@chat.service")._phase(state) == says
 
 
 CORE = "(EngineCore pid=4374) INFO 11-30 13:44:13 [core.py:139] Initializing a V1 LLM engine (v0.33.0) with config: m"

@@ -36,6 +36,8 @@ _PROPERTIES = (
 _HIERARCHIES = ("sys/fs/cgroup", "sys/fs/cgroup/unified", "sys/fs/cgroup/systemd")
 # A line of journalctl --output short-monotonic: [12345.678901] host vllm[812]: what was said
 _STAMPED = re.compile(r"\[ *(?P<at>\d+\.\d+)\] \S+ [^:]+: (?P<line>.*)")
+# INFO:      - "GET /health HTTP/1.1" 200 OK
+_ASKED = re.compile(r'INFO: +\S* *- "GET [^"]*" \d+')
 QUERY_TIMEOUT = 20
 # How often a start under way is told of.
 TELL_EVERY = 5.0
@@ -164,7 +166,7 @@ class Unit:
                     f"unit {self.name} did not start: {state.active_state}/{state.sub_state}, result {state.result}",
                     entry="unit-not-started",
                     next_step=f"read journalctl -u {self.name}, correct the cause and run this again",
-                    journal=self.journal(40),
+                    journal=(self.journal(40, ours) if ours else []) or self.journal(40),
                 )
             if report and time.monotonic() - told >= TELL_EVERY:
                 told = time.monotonic()
@@ -207,14 +209,15 @@ class Unit:
     def journal(self, lines: int, invocation: str = "") -> list[str]:
         """The unit's last journal lines, with ``invocation`` those that its own processes of that start wrote.
 
-        What went wrong in reading them stands in their place.
+        Not those that say only that somebody asked: the gate does so each second, and nothing else would be left. What
+        went wrong in reading them stands in their place.
         """
-        words = ["journalctl", "--unit", self.name, "--lines", str(lines), "--no-pager", "--output", "cat"]
+        words = ["journalctl", "--unit", self.name, "--lines", str(lines * 10), "--no-pager", "--output", "cat"]
         try:
             done = process.run([*words, f"_SYSTEMD_INVOCATION_ID={invocation}"] if invocation else words, QUERY_TIMEOUT)
         except (OSError, process.TimeoutExpired) as exc:
             return [f"(the journal could not be read: {exc})"]
-        return (done.stdout or done.stderr).splitlines()[-lines:]
+        return [line for line in (done.stdout or done.stderr).splitlines() if not _ASKED.match(line)][-lines:]
 
     def log(self, invocation: str, until: float | None = None) -> list[str] | None:
         """All that the processes of one start have logged; None where nothing of it can be read.

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
 
 import pytest
 
-from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import boot
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import boot, unit
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.unit import Unit
 from ansible_collections.baremetal.vllm.plugins.plugin_utils import _spans
 from ansible_collections.baremetal.vllm.tests.unit.plugins.module_utils import lifecycle_factory as made
@@ -88,3 +89,12 @@ def test_what_a_start_consisted_of(log, parts):
     assert found == parts
     assert sum(found.values()) in (0, 90.0)
     assert [one for one in _spans.BOOT if one in found] == list(found), "the report shows them, in this order"
+
+
+def test_the_end_of_a_journal_is_not_what_the_gate_asks_each_second(monkeypatch):
+    asked = 'INFO:      - "GET /health HTTP/1.1" 200 OK'
+    sent = 'INFO:      - "POST /v1/completions HTTP/1.1" 500 Internal Server Error'
+    written = "\n".join(["old", "RuntimeError: no memory", *[asked] * 30, sent, *[asked] * 30])
+    done = subprocess.CompletedProcess([], 0, stdout=written, stderr="")
+    monkeypatch.setattr(unit.process, "run", lambda *_words: done)
+    assert Unit("vllm-engine@chat.service").journal(2) == ["RuntimeError: no memory", sent]

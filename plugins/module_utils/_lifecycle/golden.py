@@ -582,14 +582,14 @@ def _compare(engine: Engine, golden: Golden, deadline: Deadline, allowed: Tolera
 def _mismatch(engine: EngineConfig, golden: Golden, number: int, verdict: Verdict, answer: Answer) -> Mismatch:
     who = golden.recorded
     origin = f" (recorded on {who.get('host', '?')} by engine '{who.get('engine', '?')}')"
-    why = " Every token is id 0, as from an engine whose weights are gone." if answers.is_zeros(answer.tokens) else ""
+    why = ". Every token is id 0, as from an engine whose weights are gone" if answers.is_zeros(answer.tokens) else ""
     next_step = _out(engine)
     if changed := _changed_on_disk(engine, golden.subject):
-        why += f" {changed}"
+        why += f". {changed.rstrip('.')}"
         next_step = "put the right checkpoint back; or, if new weights are meant, reload or restart it for them"
     return Mismatch(
         f"{_here(engine)} does not compute what golden {golden.key}{origin} says: prompt {number}, position "
-        f"{verdict.position}: {verdict.why}.{why}",
+        f"{verdict.position}: {verdict.why}{why}",
         entry="golden-mismatch",
         next_step=next_step,
         mismatch={

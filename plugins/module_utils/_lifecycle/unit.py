@@ -38,6 +38,7 @@ _HIERARCHIES = ("sys/fs/cgroup", "sys/fs/cgroup/unified", "sys/fs/cgroup/systemd
 _STAMPED = re.compile(r"\[ *(?P<at>\d+\.\d+)\] \S+ [^:]+: (?P<line>.*)")
 # INFO:      - "GET /health HTTP/1.1" 200 OK
 _ASKED = re.compile(r'INFO: +\S* *- "GET [^"]*" \d+')
+_DOOR = "vllm-lifecycle: "
 QUERY_TIMEOUT = 20
 # How often a start under way is told of.
 TELL_EVERY = 5.0
@@ -86,6 +87,12 @@ def _systemctl(*arguments: str) -> process.Done[str]:
             entry="systemd-no-answer",
             next_step=f"look at the system manager of {socket.gethostname()}: systemctl list-jobs",
         ) from exc
+
+
+def _why(journal: t.Sequence[str]) -> str:
+    """What the unit's own command has failed with, which names the entry of the cause."""
+    said = [line for line in journal if line.startswith(_DOOR)]
+    return f". Its start said: {said[-1].removeprefix(_DOOR)}" if said else ""
 
 
 class Unit:
@@ -162,11 +169,13 @@ class Unit:
             over = ended or state.sub_state == "auto-restart" or state.invocation != ours
             never_began = ended and not state.job
             if over if ours else never_began:
+                journal = (self.journal(40, ours) if ours else []) or self.journal(40)
                 raise LifecycleError(
-                    f"unit {self.name} did not start: {state.active_state}/{state.sub_state}, result {state.result}",
+                    f"unit {self.name} did not start: {state.active_state}/{state.sub_state}, result {state.result}"
+                    f"{_why(journal)}",
                     entry="unit-not-started",
                     next_step=f"read journalctl -u {self.name}, correct the cause and run this again",
-                    journal=(self.journal(40, ours) if ours else []) or self.journal(40),
+                    journal=journal,
                 )
             if report and time.monotonic() - told >= TELL_EVERY:
                 told = time.monotonic()

@@ -98,3 +98,18 @@ def test_the_end_of_a_journal_is_not_what_the_gate_asks_each_second(monkeypatch)
     done = subprocess.CompletedProcess([], 0, stdout=written, stderr="")
     monkeypatch.setattr(unit.process, "run", lambda *_words: done)
     assert Unit("vllm-engine@chat.service").journal(2) == ["RuntimeError: no memory", sent]
+
+
+@pytest.mark.parametrize(
+    ("journal", "why"),
+    [
+        ([], ""),
+        (["chat: not ready yet", "vllm: error: no such option"], ""),
+        (
+            ["vllm-lifecycle: wrong (runbook: golden-mismatch)", "stopped"],
+            ". Its start said: wrong (runbook: golden-mismatch)",
+        ),
+    ],
+)
+def test_a_start_that_fails_says_what_its_own_command_has_said(journal, why):
+    assert unit._why(journal) == why

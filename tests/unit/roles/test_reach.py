@@ -1,0 +1,35 @@
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""A host that cannot be reached at the first look is told of with an entry of the runbook."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ansible_collections.baremetal.vllm.tests.unit.roles.role import CHECKOUT, load
+
+PLAYBOOKS = ("measure", "rolling_upgrade", "schedule", "sleep", "switch", "wake")
+
+
+@pytest.mark.parametrize("playbook", PLAYBOOKS)
+def test_hosts_are_reached_by_the_same_tasks(playbook):
+    tasks = load(CHECKOUT / f"playbooks/{playbook}.yml")[0]["tasks"]
+    assert [one for one in tasks if one.get("ansible.builtin.import_tasks") == "tasks/reach.yml"]
+
+
+def test_a_host_that_is_not_there(tmp_path):
+    (tmp_path / "hosts.yml").write_text("vllm_engines: {hosts: {gone: {ansible_host: nowhere.invalid}}}\n")
+    done = subprocess.run(
+        [Path(sys.executable).parent / "ansible-playbook", f"--inventory={tmp_path}/hosts.yml",
+         "--extra-vars=vllm_wake_connect_timeout=1", CHECKOUT / "playbooks/wake.yml"],
+        env={**os.environ, "ANSIBLE_HOME": str(tmp_path), "ANSIBLE_NOCOLOR": "1"},
+        cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "gone cannot be reached: " in done.stdout
+    assert "(runbook: host-lost)" in done.stdout

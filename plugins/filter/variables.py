@@ -17,15 +17,29 @@ COLLECTION = Path(__file__).resolve().parents[2]
 FACTS = frozenset({"vllm_engine_stale", "vllm_preload_lost", "vllm_preload_stale"})
 
 
+# How alike two names are of which one is a typing error of the other, from 0 to 1.
+ALIKE = 0.9
+
+
 @functools.lru_cache(maxsize=1)
 def known() -> frozenset[str]:
     """The variables of all playbooks and roles, by their argument specifications, and the facts."""
-    found = set(FACTS)
-    for pattern in ("playbooks/*.meta.yml", "roles/*/meta/argument_specs.yml"):
-        for path in sorted(COLLECTION.glob(pattern)):
-            specs = yaml.safe_load(path.read_text(encoding="utf-8"))["argument_specs"]
-            found |= {name for spec in specs.values() for name in spec.get("options") or ()}
+    return FACTS | _options("playbooks/*.meta.yml") | _options("roles/*/meta/argument_specs.yml")
+
+
+def _options(pattern: str) -> frozenset[str]:
+    found: set[str] = set()
+    for path in COLLECTION.glob(pattern):
+        specs = yaml.safe_load(path.read_text(encoding="utf-8"))["argument_specs"]
+        found |= {name for spec in specs.values() for name in spec.get("options") or ()}
     return frozenset(found)
+
+
+@functools.lru_cache(maxsize=1)
+def _of_playbooks() -> frozenset[str]:
+    """The second words of their variables, but for those that roles have as well: drain, roll and so on."""
+    roles = {path.name.removeprefix("vllm_") for path in COLLECTION.glob("roles/*")}
+    return frozenset({_family(name) for name in _options("playbooks/*.meta.yml")} - roles - {""})
 
 
 def _family(name: str) -> str:
@@ -35,16 +49,18 @@ def _family(name: str) -> str:
 
 
 def vllm_unknown_variables(names: t.Iterable[str]) -> list[str]:
-    """Those that begin as the collection's do, with vllm_drain_ and the like, and that it does not have.
+    """Those that are none of the collection's, and look like typing errors.
+
+    Such is any that begins as a playbook's own do, with vllm_drain_ and the like. An inventory may have others of its
+    own, and of these only what is all but equal to a known one counts.
 
     :returns: each in words, with the one that is nearest to it.
     """
-    families = {_family(name) for name in known()} - {""}
-    unknown = sorted({str(name) for name in names if _family(str(name)) in families} - known())
     found = []
-    for name in unknown:
-        near = difflib.get_close_matches(name, sorted(known()), n=1, cutoff=0.8)
-        found.append(f"{name} ({near[0]}?)" if near else name)
+    for name in sorted({str(one) for one in names} - known()):
+        near = difflib.get_close_matches(name, sorted(known()), n=1, cutoff=ALIKE)
+        if near or _family(name) in _of_playbooks():
+            found.append(f"{name} ({near[0]}?)" if near else name)
     return found
 
 

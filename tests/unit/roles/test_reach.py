@@ -13,7 +13,7 @@ import pytest
 
 from ansible_collections.baremetal.vllm.tests.unit.roles.role import CHECKOUT, load
 
-PLAYBOOKS = ("measure", "rolling_upgrade", "schedule", "sleep", "switch", "wake")
+PLAYBOOKS = ("measure", "rolling_restart", "rolling_upgrade", "schedule", "sleep", "switch", "wake")
 
 
 @pytest.mark.parametrize("playbook", PLAYBOOKS)

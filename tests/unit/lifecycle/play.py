@@ -127,6 +127,8 @@ class Play:
             if not self._holds(task.get("when", []), own):
                 return
             path = self.here[-1] / str(task[action])
+            if path.name == "known_variables.yml":  # asks a lookup for all names; tests/unit/roles has Ansible do it
+                return
             name = (task.get("loop_control") or {}).get("loop_var", "item")
             for one in self._value(task["loop"], own) if "loop" in task else [None]:
                 self.here.append(path.parent)

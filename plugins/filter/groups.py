@@ -168,7 +168,9 @@ def _strange(
         if absent:
             faults.append(f"{', '.join(absent)} of group '{name}' are not chosen, or not of it on their hosts yet")
         if differs:
-            faults.append(f"{', '.join(differs)} of group '{name}' are not so in the inventory: run playbooks/site.yml")
+            faults.append(
+                f"{', '.join(differs)} of group '{name}' are not so in the inventory: run baremetal.vllm.site"
+            )
     return faults
 
 

@@ -144,7 +144,7 @@ def _part(
         if seen.get("group") and (level or state not in AWAKE):
             part["refused"].append(
                 f"'{name}' is of group '{seen['group']}', which neither sleeps nor wakes: use "
-                "playbooks/rolling_restart.yml, or leave it out of the engines that take turns"
+                "baremetal.vllm.rolling_restart, or leave it out of the engines that take turns"
             )
             continue
         if state == "unknown":

@@ -56,8 +56,8 @@ def _sort(name: str, engine: t.Mapping[str, t.Any], want: t.Mapping[str, t.Any])
     if part == "change" and want["preload"] and running != want["runtime_version"]:
         return "refuse", (
             f"engine '{name}' takes its weights from a preload daemon, which would have to go to vLLM "
-            f"{want['runtime_version']} with it and could not come back by itself; run playbooks/site.yml with the new "
-            "version and then playbooks/rolling_restart.yml"
+            f"{want['runtime_version']} with it and could not come back by itself; run baremetal.vllm.site with the "
+            "new version and then baremetal.vllm.rolling_restart"
         )
     if part == "leave" and engine["config_digest"] != want["config_digest"]:
         part = "write"  # its files alone: the process is right, or there is none and there is to be none
@@ -77,7 +77,7 @@ def vllm_upgrade_plan(engines: Engines, wants: Engines) -> dict[str, t.Any]:
     plan: dict[str, t.Any] = {"change": [], "finish": [], "write": [], "refused": [], "along": [], "keep": []}
     for name, want in sorted(wants.items()):
         if name not in engines:
-            plan["refused"].append(f"engine '{name}' is not on this host yet; run playbooks/site.yml")
+            plan["refused"].append(f"engine '{name}' is not on this host yet; run baremetal.vllm.site")
             continue
         part, why = _sort(name, engines[name], want)
         if part == "refuse":

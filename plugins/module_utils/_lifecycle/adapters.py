@@ -348,7 +348,7 @@ def check_enabled(engine: EngineConfig) -> None:
         raise UsageError(
             f"engine '{engine.engine}' on {socket.gethostname()} is configured without LoRA",
             entry="adapter-refused",
-            next_step="set enable-lora: true in its config, run playbooks/site.yml and restart it",
+            next_step="set enable-lora: true in its config, run baremetal.vllm.site and restart it",
         )
 
 
@@ -388,7 +388,7 @@ def preflight(engine: EngineConfig) -> None:
             f"engine '{engine.engine}' on {socket.gethostname()} has adapters, and {engine.env_file} does not set "
             f"{VARIABLE}=1",
             entry="declaration-broken",
-            next_step="run playbooks/site.yml again, which writes it",
+            next_step="run baremetal.vllm.site again, which writes it",
         )
     for adapter in engine.adapters:
         inspect(engine, adapter)

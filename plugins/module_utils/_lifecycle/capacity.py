@@ -140,7 +140,7 @@ def await_serving(pools: t.Sequence[Pool], timeout: float) -> dict[str, t.Any]:
                     for row in short
                 ),
                 entry="too-few-serving",
-                next_step="bring those back first (playbooks/status.yml shows them), or lower min_serving",
+                next_step="bring those back first (baremetal.vllm.status shows them), or lower min_serving",
                 pools=rows,
                 left={name: why for row in short for name, why in row["left"].items()},
                 elapsed=round(deadline.elapsed, 3),
@@ -167,7 +167,7 @@ def _check(pool: Pool) -> None:
             f"{pool.title}: {pool.min_serving} of {len(pool.others)} other engine(s) must serve, and nobody can be "
             "asked about " + "; ".join(f"{name}: {why}" for name, why in uncounted.items()),
             entry="too-few-serving",
-            next_step="lower min_serving to what the others give, and look at these with playbooks/status.yml; or let "
+            next_step="lower min_serving to what the others give, and look at these with baremetal.vllm.status; or let "
             "their HAProxies be asked over TCP",
             pools=[],
             left=uncounted,

@@ -230,13 +230,13 @@ def build(cls: type, value: t.Any, where: str) -> t.Any:
         raise UsageError(
             f"{where} is no JSON object",
             entry="declaration-broken",
-            next_step="run playbooks/site.yml again, which writes it",
+            next_step="run baremetal.vllm.site again, which writes it",
         )
     if "schema" in value and value["schema"] != 1:
         raise UsageError(
             f"{where} has schema {value['schema']!r}, this library reads 1",
             entry="declaration-broken",
-            next_step="run playbooks/site.yml again, which brings files and library to one version",
+            next_step="run baremetal.vllm.site again, which brings files and library to one version",
         )
     fields = cls.__dataclass_fields__  # type: ignore[attr-defined]
     known = {name: value[name] for name in fields if name in value}
@@ -259,7 +259,7 @@ def build(cls: type, value: t.Any, where: str) -> t.Any:
     except TypeError as exc:
         complaint = str(exc).partition(" ")[2]
     raise UsageError(
-        f"{where}: {complaint}", entry="declaration-broken", next_step="run playbooks/site.yml again, which writes it"
+        f"{where}: {complaint}", entry="declaration-broken", next_step="run baremetal.vllm.site again, which writes it"
     )
 
 
@@ -281,7 +281,7 @@ def load(engine: str) -> EngineConfig:
         raise UsageError(
             f"host {socket.gethostname()} has no engine '{engine}'; engines declared there: {there}",
             entry="engine-unknown",
-            next_step="correct the name, or declare the engine in vllm_engine_instances and run playbooks/site.yml",
+            next_step="correct the name, or declare the engine in vllm_engine_instances and run baremetal.vllm.site",
             known=known_engines(),
         )
     declared = t.cast(EngineConfig, build(EngineConfig, value, str(path)))
@@ -310,7 +310,7 @@ def load_daemon(daemon: str) -> PreloadConfig:
         raise UsageError(
             f"host {socket.gethostname()} has no preload daemon '{daemon}'; daemons declared there: {there}",
             entry="daemon-unknown",
-            next_step="correct the name, or declare the daemon in vllm_preload_instances and run playbooks/site.yml",
+            next_step="correct the name, or declare the daemon in vllm_preload_instances and run baremetal.vllm.site",
             known=known_daemons(),
         )
     declared = t.cast(PreloadConfig, build(PreloadConfig, value, str(path)))

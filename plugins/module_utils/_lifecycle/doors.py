@@ -93,7 +93,7 @@ def wanted(config: EngineConfig) -> None:
             f"engine '{config.engine}' on {socket.gethostname()} is not started by itself: {held.owner} has put it to "
             f"sleep ({held.reason or 'no reason given'})",
             entry="start-held-back",
-            next_step="wake it (playbooks/wake.yml), give it its place (playbooks/switch.yml), or start it with "
+            next_step="wake it (baremetal.vllm.wake), give it its place (baremetal.vllm.switch), or start it with "
             "vllm_engine state=started",
             lease=held.owner,
         )

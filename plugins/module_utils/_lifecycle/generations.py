@@ -137,7 +137,7 @@ def go_back(engine: EngineConfig, run: str) -> EngineConfig:
         raise Refused(
             f"{here} has no other configuration that was ever proved, so there is nothing to go back to",
             entry="nothing-to-go-back-to",
-            next_step="correct the inventory and run playbooks/site.yml",
+            next_step="correct the inventory and run baremetal.vllm.site",
         )
     runtime = Path(engine.runtime)
     wanted = runtime.parent / there["runtime"]
@@ -154,7 +154,7 @@ def go_back(engine: EngineConfig, run: str) -> EngineConfig:
         raise Refused(
             f"{here}: the configuration that it was proved with before cannot be read: {exc}",
             entry="nothing-to-go-back-to",
-            next_step="correct the inventory and run playbooks/site.yml",
+            next_step="correct the inventory and run baremetal.vllm.site",
         ) from exc
     mark = {"schema": 1, "run": run, "config_digest": there["config_digest"]}
     store.write_json(_directory(engine.engine, "went_back.json"), mark)
@@ -173,5 +173,5 @@ def go_back(engine: EngineConfig, run: str) -> EngineConfig:
         raise Refused(
             f"{here}: {exc}",
             entry="declaration-broken",
-            next_step="run playbooks/site.yml, which writes its declaration",
+            next_step="run baremetal.vllm.site, which writes its declaration",
         ) from exc

@@ -635,7 +635,7 @@ def prove(engine: Engine, deadline: Deadline, report: Report, *, answered: bool 
                 f"{_here(engine.config)} has to be proved by a golden (golden_required), and cannot be: {why}",
                 entry="golden-missing",
                 next_step="put the right model in its place; or, when this is the wanted one, take golden_required "
-                "from one engine, run playbooks/site.yml, start it, and have playbooks/golden.yml record its golden",
+                "from one engine, run baremetal.vllm.site, start it, and have baremetal.vllm.golden record its golden",
             )
         if not answered:
             answer_shape(engine, {"prompt_tokens": SHORT_PROMPT, "max_tokens": 1}, deadline.sooner(ASK_TIMEOUT))

@@ -93,8 +93,8 @@ def plan(wanted: str, now: Observation, options: Options) -> list[Step]:
             f"engine '{now.engine}' on {now.host} is {now.state} and of group '{now.group}', which serves one replica "
             f"across hosts: it cannot be {NOT_OF_GROUPS[wanted]} by itself",
             entry="group-alone",
-            next_step="change its inventory, run playbooks/site.yml and renew the group with "
-            "playbooks/rolling_restart.yml; or stop all engines of the group",
+            next_step="change its inventory, run baremetal.vllm.site and renew the group with "
+            "baremetal.vllm.rolling_restart; or stop all engines of the group",
         )
     if now.headless:
         steps = _headless(wanted, now, options)
@@ -265,7 +265,7 @@ def _headless(wanted: str, now: Observation, options: Options) -> list[Step]:
     runs = now.state == "headless"
     if wanted == "serving":
         if not runs:
-            _refuse(now, wanted, "restart its group with playbooks/rolling_restart.yml")
+            _refuse(now, wanted, "restart its group with baremetal.vllm.rolling_restart")
         return [*([KEEP] if now.unkept else []), *_release(now)]
     if wanted in ("drained", "awake"):
         return []
@@ -330,7 +330,7 @@ def _put_back(now: Observation, options: Options) -> list[Step]:
             f"engine '{now.engine}' on {now.host} has no other configuration that was ever proved, so there is nothing "
             "to go back to",
             entry="nothing-to-go-back-to",
-            next_step="correct the inventory and run playbooks/site.yml",
+            next_step="correct the inventory and run baremetal.vllm.site",
         )
     return [ROLL_BACK]
 
@@ -496,7 +496,7 @@ def _reloaded(now: Observation, options: Options) -> list[Step]:
             f"engine '{now.engine}' on {now.host} takes its weights from preload daemon '{now.preload.daemon}', which "
             "cannot load others while it runs",
             entry="reload-refused",
-            next_step="run playbooks/rolling_restart.yml, which changes the daemon between stop and start",
+            next_step="run baremetal.vllm.rolling_restart, which changes the daemon between stop and start",
         )
     can = now.api.capabilities if now.api else None
     if can is not None and "reload" not in can:

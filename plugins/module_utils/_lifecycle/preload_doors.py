@@ -581,7 +581,7 @@ def confirm(engine: EngineConfig, report: Report) -> dict[str, t.Any] | None:
         raise Surprise(
             f"{here} has its weights from {source}, while its declaration says {use.mode}",
             entry="preload-source",
-            next_step="run playbooks/site.yml again, which writes options and declaration alike",
+            next_step="run baremetal.vllm.site again, which writes options and declaration alike",
         )
     if daemon is None or lender is None or loaded is None or lender.started_at > unit.started_at:
         raise Surprise(

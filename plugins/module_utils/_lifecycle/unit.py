@@ -142,7 +142,7 @@ class Unit:
             raise UsageError(
                 f"host {socket.gethostname()}: unit {self.name} is {state.load_state}",
                 entry="unit-missing",
-                next_step="run playbooks/site.yml, which installs the unit",
+                next_step="run baremetal.vllm.site, which installs the unit",
             )
         return state
 

@@ -136,7 +136,7 @@ def test_engines_that_hang_are_unknown_and_cost_their_own_time_only(world, metri
 def test_what_cannot_be_looked_at_is_unknown_and_hides_no_other(world, metrics, monkeypatch):
     host = world(engines=("chat", "code"))
     host.chat.declared.write_text("{}")
-    told = metrics(complains="engine 'chat': .*chat.json: .*missing.*playbooks/site.yml")
+    told = metrics(complains="engine 'chat': .*chat.json: .*missing.*baremetal\\.vllm\\.site")
     assert (told.state("chat"), told.state("code")) == ("unknown", "serving")
     assert (told['collection_success{engine="chat"}'], told['collection_success{engine="code"}']) == (0, 1)
     assert 'lease_held{engine="chat"' not in told

@@ -551,7 +551,7 @@ def test_of_a_group_one_is_awake_at_a_time(pair):
     assert pair.play("code").run("switch.yml") == ""
     given = {"vllm_wake_engines": ["chat"], "vllm_wake_owner": "switch"}
     said = pair.play("", vllm_switch_group=["chat", "code"], **given).run("wake.yml")
-    assert "'chat' shares its GPU with code (serving). No host was touched. Use playbooks/switch.yml" in said
+    assert "'chat' shares its GPU with code (serving). No host was touched. Name one of them with" in said
     # nobody has said that they exclude each other: the memory says so
     said = pair.play("", **given).run("wake.yml")
     assert "MiB are free; held by process" in said

@@ -70,7 +70,7 @@ def test_what_becomes_of_an_engine(engine, want, part):
 
 def test_an_engine_that_is_not_there_is_refused_and_one_that_nobody_wants_is_left():
     plan = upgrade.vllm_upgrade_plan({"old": seen()}, {"chat": WANT})
-    assert plan["refused"] == ["engine 'chat' is not on this host yet; run playbooks/site.yml"]
+    assert plan["refused"] == ["engine 'chat' is not on this host yet; run baremetal.vllm.site"]
     assert plan["change"] == []
 
 

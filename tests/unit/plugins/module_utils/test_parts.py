@@ -87,7 +87,7 @@ def test_a_declaration_that_is_not_ours_is_refused(host, changes, says):
     declare(host, **changes)
     with pytest.raises(UsageError, match=says) as caught:
         config.load("chat")
-    assert "site.yml" in caught.value.next_step
+    assert "baremetal.vllm.site" in caught.value.next_step
 
 
 @pytest.mark.parametrize("name", ["nope", "../../etc/passwd", "", "a" * 40])

@@ -53,7 +53,7 @@ def test_an_unknown_engine(run_module, module, options):
     result = run_module(module.main, engine="chta", **options)
     assert f"host {HOST} has no engine 'chta'; engines declared there: chat" in result["msg"]
     assert result["changed"] is False
-    assert "site.yml" in result["next_step"]
+    assert "baremetal.vllm.site" in result["next_step"]
 
 
 @pytest.mark.parametrize(("module", "options"), [*CHANGES, (vllm_info, {}), *LOOKS])

@@ -383,7 +383,7 @@ def preflight(engine: EngineConfig) -> None:
         return
     check_enabled(engine)
     check_declared(engine, engine.adapters)
-    if environment(engine, VARIABLE).strip().lower() not in ("1", "true"):
+    if environment(Path(engine.env_file), VARIABLE).strip().lower() not in ("1", "true"):
         raise UsageError(
             f"engine '{engine.engine}' on {socket.gethostname()} has adapters, and {engine.env_file} does not set "
             f"{VARIABLE}=1",

@@ -15,6 +15,7 @@ import typing as t
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from . import generations
 from .config import EngineConfig
 from .errors import Answered, Surprise
 from .http import Answer, Client, Params
@@ -337,14 +338,14 @@ class Engine:
 
 
 def api_key(config: EngineConfig) -> str:
-    """The engine's API key from its environment file (0600, read by root), or nothing."""
-    return environment(config, "VLLM_API_KEY")
+    """The API key with which its process runs, or nothing; the files are 0600, read by root."""
+    return environment(generations.read_at_start(config), "VLLM_API_KEY")
 
 
-def environment(config: EngineConfig, variable: str) -> str:
-    """A variable from the engine's environment file, or nothing."""
+def environment(file: Path, variable: str) -> str:
+    """A variable from an environment file, or nothing."""
     try:
-        lines = Path(config.env_file).read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").splitlines()
     except OSError:
         return ""
     for line in lines:

@@ -16,7 +16,7 @@ import socket
 import typing as t
 from pathlib import Path
 
-from . import config, store
+from . import config, lease, store
 from .config import EngineConfig
 from .errors import LifecycleError, Refused, UsageError
 
@@ -55,6 +55,20 @@ def put_aside(engine: EngineConfig, report: t.Callable[[str], None]) -> None:
     except (OSError, UnicodeDecodeError, LifecycleError) as exc:
         # No reason not to start: what is wrong with a file, vLLM or the probe says.
         report(f"{engine.engine}: its configuration is not put aside, so nothing can go back to it: {exc}")
+
+
+def read_at_start(engine: EngineConfig) -> Path:
+    """The environment file with what the process that runs has read, which may be a copy: the file itself may be newer.
+
+    A key that the roles wrote since then is one that this process does not know.
+    """
+    read = (lease.last_preflight(engine.engine) or {}).get("config_digest")
+    if read and read != engine.config_digest:
+        for name in (CANDIDATE, PROVED, BEFORE):
+            meta = _meta(engine.engine, name)
+            if meta is not None and meta["config_digest"] == read:
+                return _directory(engine.engine, name) / "engine.env"
+    return Path(engine.env_file)
 
 
 def unkept(engine: EngineConfig) -> bool:

@@ -779,6 +779,10 @@ class Transition:
         self.extra["went_back_to"] = generations.target(self.config)
         self.config = generations.go_back(self.config, self.wish.lease.run)
         self.door = admission.choose(self.config)
+        self._ask_anew()
+
+    def _ask_anew(self) -> None:
+        """With the key that the process has read by now."""
         self.engine.close()
         self.engine = Engine(self.config)
 
@@ -810,6 +814,7 @@ class Transition:
                 next_step="run the role baremetal.vllm.vllm_engine again: the unit lacks its ExecStartPost",
             )
         self.extra["started"] = started
+        self._ask_anew()
 
 
 def _counts(metrics: Metrics, name: str) -> tuple[int, int]:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pwd
@@ -21,6 +22,7 @@ from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import c
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.deadline import Deadline
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.lease import LeaseRequest
 from ansible_collections.baremetal.vllm.plugins.modules import vllm_drain, vllm_engine, vllm_sleep
+from ansible_collections.baremetal.vllm.tests.sim.harness import UnixConnection
 from ansible_collections.baremetal.vllm.tests.unit.lifecycle.world import OWNER, wait_for
 
 
@@ -313,3 +315,29 @@ def test_a_unit_that_systemd_has_not_loaded_has_no_failure_to_forget(world):
     assert host.systemd.ctl("reset-failed", host.chat.unit).returncode == 1
     assert host.done(vllm_engine, state="started")["changed"]
     assert host.chat.active() == "active"
+
+
+def test_a_key_that_is_newer_than_the_process_is_for_the_next_start(world):
+    """The roles write it beside an engine that runs, which goes on with the one that it has read."""
+    host = world(gate=True, doors=True, start=False)
+    env = Path(host.chat.config.env_file)
+    without = env.read_text()
+    env.write_text(f"{without}VLLM_API_KEY=old\n")
+    host.start()
+
+    def takes(key: str) -> bool:
+        with contextlib.closing(UnixConnection(host.chat.socket, 10)) as client:
+            client.request("GET", "/v1/models", headers={"Authorization": f"Bearer {key}"})
+            return client.getresponse().status == 200
+
+    assert (takes("old"), takes("new")) == (True, False)
+    env.write_text(f"{without}VLLM_API_KEY=new\n")
+    host.change("etc/vllm/lifecycle/chat.json", config_digest="1")
+    seen = host.info()
+    assert (seen["state"], seen["stale"]) == ("serving", True)
+    host.done(vllm_drain)
+    host.done(vllm_drain, state="serving")
+    assert host.done(vllm_engine, state="restarted", run="new key")["after"]["state"] == "serving"
+    assert (takes("old"), takes("new")) == (False, True)
+    seen = host.info()
+    assert (seen["state"], seen["stale"]) == ("serving", False)

@@ -8,12 +8,11 @@ import contextlib
 import socket
 import tempfile
 import threading
-from types import SimpleNamespace
 
 import pytest
 
 from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle import http
-from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.engine import api_key
+from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.engine import environment
 
 
 @pytest.mark.parametrize(
@@ -29,11 +28,11 @@ from ansible_collections.baremetal.vllm.plugins.module_utils._lifecycle.engine i
 def test_the_api_key_is_read_as_systemd_reads_it(tmp_path, line, key):
     path = tmp_path / "chat.env"
     path.write_text(f"# settings\nHOME=/x\n{line}\n")
-    assert api_key(SimpleNamespace(env_file=str(path))) == key
+    assert environment(path, "VLLM_API_KEY") == key
 
 
 def test_no_environment_file_is_no_key(tmp_path):
-    assert api_key(SimpleNamespace(env_file=str(tmp_path / "none"))) == ""
+    assert environment(tmp_path / "none", "VLLM_API_KEY") == ""
 
 
 def test_a_server_that_ends_an_idle_connection_is_not_taken_for_one_that_drops_requests():

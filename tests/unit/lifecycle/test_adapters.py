@@ -29,7 +29,7 @@ from ansible_collections.baremetal.vllm.plugins.modules import (
     vllm_wake,
 )
 from ansible_collections.baremetal.vllm.tests.sim import lora, model
-from ansible_collections.baremetal.vllm.tests.unit.lifecycle.world import OWNER, RESIDUE_MIB
+from ansible_collections.baremetal.vllm.tests.unit.lifecycle.world import OWNER, RESIDUE_MIB, lasting
 
 PROMPT = "what does the table say"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -117,10 +117,6 @@ def expected(chat: Lora, values: str) -> tuple[int, ...]:
         chat.by_hand(UNLOAD, lora_name=name)
 
 
-def without_locks(files: dict) -> dict:
-    return {name: value for name, value in files.items() if not name.startswith("run/")}
-
-
 # Each state four times.
 
 CASES = {
@@ -171,7 +167,7 @@ def test_four_runs(chat, name):
         assert (again["changed"], again["actions"]) == (False, [])
         assert (again["before"], again["after"]) == (real["after"], real["after"])
         assert chat.cost() == []
-        assert without_locks(chat.host.files()) == without_locks(files)
+        assert lasting(chat.host.files()) == lasting(files)
     if drained:
         chat.host.done(vllm_drain, state="serving")
     answers = {name: chat.says(name) for name in ("tiny", *listed)}

@@ -20,7 +20,7 @@ from ansible_collections.baremetal.vllm.plugins.modules import (
     vllm_sleep,
     vllm_wake,
 )
-from ansible_collections.baremetal.vllm.tests.unit.lifecycle.world import AWAKE_MIB, OWNER, RESIDUE_MIB
+from ansible_collections.baremetal.vllm.tests.unit.lifecycle.world import AWAKE_MIB, OWNER, RESIDUE_MIB, lasting
 
 KV_FREED = 14839  # what is left when the KV cache alone is gone
 
@@ -127,10 +127,6 @@ def cost(host) -> list[str]:
     return [one["path"] for one in host.chat.requests() if one["mutating"] or one["generation"]]
 
 
-def without_locks(files: dict) -> dict:
-    return {name: value for name, value in files.items() if not name.startswith("run/")}
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_four_runs(world, case):
     host = world(gate=True, gpus=1, doors=case.doors)
@@ -164,7 +160,7 @@ def test_four_runs(world, case):
         assert (again["before"], again["after"]) == (real["after"], real["after"])
         assert cost(host) == []
         assert host.chat.seen() == reached
-        assert without_locks(host.files()) == without_locks(files)
+        assert lasting(host.files()) == lasting(files)
     assert host.info()["state"] == case.state
 
 

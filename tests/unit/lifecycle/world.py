@@ -141,6 +141,15 @@ def run_playbook(book: str, engines: dict, folder: Path, *arguments: str, rc: in
     return output
 
 
+def lasting(files: dict) -> dict:
+    """Without locks, and without hashes that are remembered, which of a young file are only when it is read again."""
+    return {
+        name: value
+        for name, value in files.items()
+        if not name.startswith("run/") and not name.endswith(".hashes.json")
+    }
+
+
 def wait_for(look, what: str, seconds: float = 60.0):
     """The first true value of look()."""
     end = time.monotonic() + seconds

@@ -160,7 +160,7 @@ def test_four_runs(world, case):
         assert (again["before"], again["after"]) == (real["after"], real["after"])
         assert cost(host) == []
         assert host.chat.seen() == reached
-        assert lasting(host.files()) == lasting(files)
+        assert lasting(host.files(), check_mode) == lasting(files, check_mode)
     assert host.info()["state"] == case.state
 
 

@@ -141,13 +141,10 @@ def run_playbook(book: str, engines: dict, folder: Path, *arguments: str, rc: in
     return output
 
 
-def lasting(files: dict) -> dict:
-    """Without locks, and without hashes that are remembered, which of a young file are only when it is read again."""
-    return {
-        name: value
-        for name, value in files.items()
-        if not name.startswith("run/") and not name.endswith(".hashes.json")
-    }
+def lasting(files: dict, check_mode: bool) -> dict:
+    """Without locks; and, but in check mode, without hashes, which of a young file are kept when it is read again."""
+    kept = {name: value for name, value in files.items() if not name.startswith("run/")}
+    return {name: value for name, value in kept.items() if check_mode or not name.endswith(".hashes.json")}
 
 
 def wait_for(look, what: str, seconds: float = 60.0):

@@ -15,8 +15,6 @@ import yaml
 COLLECTION = Path(__file__).resolve().parents[2]
 # Set by roles for whoever comes after them.
 FACTS = frozenset({"vllm_engine_stale", "vllm_preload_lost", "vllm_preload_stale"})
-
-
 # How alike two names are of which one is a typing error of the other, from 0 to 1.
 ALIKE = 0.9
 
@@ -57,8 +55,9 @@ def vllm_unknown_variables(names: t.Iterable[str]) -> list[str]:
     :returns: each in words, with the one that is nearest to it.
     """
     found = []
-    for name in sorted({str(one) for one in names} - known()):
-        near = difflib.get_close_matches(name, sorted(known()), n=1, cutoff=ALIKE)
+    ours = sorted(known())
+    for name in sorted({str(one) for one in names}.difference(ours)):
+        near = difflib.get_close_matches(name, ours, n=1, cutoff=ALIKE)
         if near or _family(name) in _of_playbooks():
             found.append(f"{name} ({near[0]}?)" if near else name)
     return found

@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from ansible.parsing.dataloader import DataLoader
@@ -25,6 +28,18 @@ def load(path):
         return DataLoader().load_from_file(str(path), trusted_as_template=True) or {}
     except TypeError:  # before 2.19 all were
         return DataLoader().load_from_file(str(path)) or {}
+
+
+def run_playbook(book, folder, *arguments, **environment):
+    """What Ansible's own command did with a playbook, on hosts of ``folder``/hosts.yml or those of ``arguments``."""
+    inventory = folder / "hosts.yml"
+    hosts = [f"--inventory={inventory}"] if inventory.exists() else []
+    told = {"ANSIBLE_HOME": str(folder), "ANSIBLE_NOCOLOR": "1", **environment}
+    return subprocess.run(
+        [Path(sys.executable).parent / "ansible-playbook", *hosts, *arguments, CHECKOUT / "playbooks" / book],
+        env={**os.environ, **told},
+        cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120, check=False,
+    )  # fmt: skip
 
 
 FILES = {

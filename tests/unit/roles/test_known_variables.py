@@ -4,16 +4,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from ansible_collections.baremetal.vllm.plugins.filter import variables
-from ansible_collections.baremetal.vllm.tests.unit.roles.role import CHECKOUT, load
+from ansible_collections.baremetal.vllm.tests.unit.roles.role import CHECKOUT, load, run_playbook
 
 # awx_apply takes the variables of awx/settings.yml; status is to be had whatever else is wrong.
 PLAYBOOKS = sorted({path.stem for path in (CHECKOUT / "playbooks").glob("*.yml")} - {"awx_apply", "status"})
@@ -35,12 +31,13 @@ def test_facts_are_known():
 
 
 def test_a_run_with_a_typing_error_ends_before_it_looks_at_a_host(tmp_path):
-    done = subprocess.run(
-        [Path(sys.executable).parent / "ansible-playbook", "--inventory=nowhere.invalid,",
-         "--extra-vars=vllm_drain_sate=serving", "--extra-vars=vllm_hosts=all", CHECKOUT / "playbooks/drain.yml"],
-        env={**os.environ, "ANSIBLE_HOME": str(tmp_path), "ANSIBLE_NOCOLOR": "1"},
-        cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = run_playbook(
+        "drain.yml",
+        tmp_path,
+        "--inventory=nowhere.invalid,",
+        "--extra-vars=vllm_drain_sate=serving",
+        "--extra-vars=vllm_hosts=all",
+    )
     assert done.returncode != 0
     assert "vllm_drain_sate (vllm_drain_state?): no variable of this collection" in done.stdout
     assert "unreachable=0" in done.stdout

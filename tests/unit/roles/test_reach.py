@@ -4,14 +4,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from ansible_collections.baremetal.vllm.tests.unit.roles.role import CHECKOUT, load
+from ansible_collections.baremetal.vllm.tests.unit.roles.role import CHECKOUT, load, run_playbook
 
 PLAYBOOKS = ("measure", "rolling_restart", "rolling_upgrade", "schedule", "sleep", "switch", "wake")
 
@@ -24,12 +19,7 @@ def test_hosts_are_reached_by_the_same_tasks(playbook):
 
 def test_a_host_that_is_not_there(tmp_path):
     (tmp_path / "hosts.yml").write_text("vllm_engines: {hosts: {gone: {ansible_host: nowhere.invalid}}}\n")
-    done = subprocess.run(
-        [Path(sys.executable).parent / "ansible-playbook", f"--inventory={tmp_path}/hosts.yml",
-         "--extra-vars=vllm_wake_connect_timeout=1", CHECKOUT / "playbooks/wake.yml"],
-        env={**os.environ, "ANSIBLE_HOME": str(tmp_path), "ANSIBLE_NOCOLOR": "1"},
-        cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = run_playbook("wake.yml", tmp_path, "--extra-vars=vllm_wake_connect_timeout=1")
     assert done.returncode != 0
     assert "gone cannot be reached: " in done.stdout
     assert "(runbook: host-lost)" in done.stdout

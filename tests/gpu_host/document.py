@@ -1,4 +1,7 @@
-"""Makes docs/measured.md from a GPU report: document.py docs/measured/gpu-report.json >docs/measured.md"""
+"""Makes docs/measured.md from two GPU reports, one of them with GPU_HOST_RANKS=2.
+
+document.py docs/measured/gpu-report.json docs/measured/gpu-report-two.json >docs/measured.md
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,16 @@ over those of `spare` ([preload.md](preload.md)).
 | transition | task, s | engine, s | MiB before | MiB after | |
 |---|---|---|---|---|---|
 """
+SEVERAL = """\
+## Two GPUs
+
+The same on {gpus} of them ({cores} cores) with `tensor-parallel-size: 2`, each rank of engine and daemon on a GPU
+of its own; times with one GPU, from above, beside them. Memory is that of both GPUs together; asleep at level 2,
+`chat` left {left} MiB on each, against {left_alone} with one. Every number is in
+[measured/gpu-report-two.json](measured/gpu-report-two.json).
+
+| transition | task, s | with one | engine, s | with one | MiB before | MiB after | |
+|---|---|---|---|---|---|---|---|"""
 ASKED = (
     "This collection relies on these; each was asked of engine or daemon over its own door (`tests/gpu_host/facts.py`)."
 )
@@ -54,11 +67,31 @@ def ways(report: dict) -> list[str]:
         way = ": ".join(word[one["path"]] for word in (MEASURED, MEASURED_SAYS) if one["path"] in word)
         rows.append(f"| {one['engine']}, {way} | {' | '.join(map(cell, numbers))} |")
     head = "| | proved after, s | of that, s | first token, s | peak, MiB | asleep, MiB |"
-    says = "As `playbooks/measure.yml` saw it, which measures your own engines in the same way."
+    says = "As `baremetal.vllm.measure` saw it, which measures your own engines in the same way."
     return ["## What dominates", "", says, "", head, "|---|---|---|---|---|---|", *rows] if rows else []
 
 
-def document(report: dict) -> str:
+def several(report: dict, single: dict) -> str:
+    """The transitions of engines that have several GPUs each, beside those with one."""
+    alone = {one["transition"]: one for one in single["transitions"]}
+    rows = []
+    for one in report["transitions"]:
+        other = alone.get(one["transition"], {})
+        numbers = [side.get(key) for key in ("task_seconds", "engine_seconds") for side in (one, other)]
+        numbers += [one["gpu_mib_before"], one["gpu_mib_after"]]
+        verdict = one["verdict"] + (" \\*" if "note" in one else "")
+        rows.append(f"| {one['transition']} | {' | '.join(map(cell, numbers))} | {verdict} |")
+    notes = [f"\\* {text}" for text in report.get("notes", [])]
+    left, left_alone = (
+        max(one["resident_mib"].values())
+        for side in (report, single)
+        for one in side["transitions"]
+        if one["transition"] == "sleep level 2"
+    )
+    return "\n".join([SEVERAL.format(**report["machine"], left=left, left_alone=left_alone), *rows, "", *notes])
+
+
+def document(report: dict, two: dict) -> str:
     lines = []
     for one in report["transitions"]:
         numbers = [one["task_seconds"], one["engine_seconds"], one["gpu_mib_before"], one["gpu_mib_after"]]
@@ -69,6 +102,7 @@ def document(report: dict) -> str:
     limits = [f"- {text}" for text in report.get("limits", [])]
     sections = [
         HEAD.format(**report["machine"]) + "\n".join(lines),
+        several(two, report),
         "\n".join(ways(report)),
         "\n".join(host_memory(report)).rstrip(),
         "\n".join(["## What vLLM itself does", "", ASKED, "", *facts]),
@@ -79,6 +113,6 @@ def document(report: dict) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 3:
         sys.exit(__doc__)
-    sys.stdout.write(document(json.loads(Path(sys.argv[1]).read_text())))
+    sys.stdout.write(document(*(json.loads(Path(path).read_text()) for path in sys.argv[1:])))

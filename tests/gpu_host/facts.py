@@ -17,7 +17,7 @@ import typing as t
 from pathlib import Path
 
 import yaml
-from world import MODELS, Stream, ask, entries, gate, holders, module, must, pids, show, tokens, used
+from world import MODELS, RANKS, Stream, ask, entries, gate, holders, module, must, pids, show, tokens, used
 
 # Some seconds of one stream on a small model; within an engine's time-out for a stop at 60 tokens/s, too.
 LONG = 300
@@ -132,7 +132,7 @@ def _asleep(right: list[t.Any]) -> None:
     held = sum(mib for pid, mib in holders().items() if pid in pids("vllm-engine@chat.service"))
     fact(
         "level 1 frees all but about 1.5 GiB",
-        asleep < awake - 30000 and held < 2500,
+        asleep < awake - 30000 and held < 2500 * RANKS,
         before=awake,
         after=asleep,
         residue=held,
@@ -318,7 +318,13 @@ def cache() -> None:
     )
 
     serve = ["/opt/vllm/engines/mapped/bin/vllm", "serve"]
-    common = ["--max-model-len=2048", "--enforce-eager", "--gpu-memory-utilization=0.05", "--load-format=ipc_cache"]
+    common = [
+        f"--tensor-parallel-size={RANKS}",
+        "--max-model-len=2048",
+        "--enforce-eager",
+        "--gpu-memory-utilization=0.05",
+        "--load-format=ipc_cache",
+    ]
     loader = json.dumps({**daemon, "mode": "zero_copy", "fallback": False})
     common += [f"--model-loader-extra-config={loader}"]
     other = transient(
@@ -353,6 +359,7 @@ def cache() -> None:
             "half", [*serve, str(MODELS / "base"), "--dtype=float16", "--uds=/run/vllm/half/engine.sock", *common]
         )
         second = ["/opt/vllm/preload/base/bin/vllm", "preload", f"--model={MODELS / 'base'}", "--dtype=bfloat16"]
+        second += [f"--tensor-parallel-size={RANKS}"]
         again = transient("again", [*second, f"--weight-cache-socket-dir={sockets}"])
         units += [half, again]
         status, said = ended(half, 120)

@@ -23,11 +23,12 @@ from pathlib import Path
 import facts
 import pynvml
 from world import (
-    DEVICE,
+    DEVICES,
     HERE,
     MIB,
     MODELS,
     OUT,
+    RANKS,
     Result,
     Stream,
     Watch,
@@ -119,10 +120,11 @@ def site() -> None:
     if status:
         raise RuntimeError(text[-1500:])
     entries.value["machine"] = {
-        "gpu": pynvml.nvmlDeviceGetName(DEVICE),
+        "gpu": pynvml.nvmlDeviceGetName(DEVICES[0]),
+        "gpus": len(DEVICES),
         "driver": pynvml.nvmlSystemGetDriverVersion(),
         "vllm": "0.33.0",
-        "gpu_mib": pynvml.nvmlDeviceGetMemoryInfo(DEVICE).total // MIB,
+        "gpu_mib": pynvml.nvmlDeviceGetMemoryInfo(DEVICES[0]).total // MIB,
         "cores": os.cpu_count(),
         "host_available_mib": available(),
         "systemd": subprocess.run(["systemctl", "--version"], capture_output=True, text=True, check=True).stdout.split(
@@ -130,7 +132,7 @@ def site() -> None:
         )[0],
     }
     begun, before = time.time(), used()
-    status, lines, text = ansible("playbook", [str(HERE / "site.yml")], 560)
+    status, lines, text = ansible("playbook", [str(HERE / "site.yml")], 900)
     slow = {one["task"]: one["seconds"] for one in lines if one["seconds"] > 4}
     if status:
         print(text[-4000:])
@@ -703,7 +705,7 @@ def absent() -> None:
         )
     entries.add(
         "all stopped: GPU empty",
-        stopped.ok and used() < 1200 and not holders(),
+        stopped.ok and used() < 1200 * RANKS and not holders(),
         before=before,
         after=used(),
         holders={str(k): v for k, v in holders().items()},

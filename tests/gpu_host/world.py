@@ -1,7 +1,8 @@
 """A host with a GPU as seen from outside our product, what acts on it, and the report, written anew at each entry.
 
 Run inside that host. From the environment: GPU_HOST_OUT, where the report goes; GPU_HOST_MODELS, what make_models.py
-has made; GPU_HOST_ANSIBLE, more arguments for each run of Ansible.
+has made; GPU_HOST_RANKS, how many GPUs each engine has, 1 if absent; GPU_HOST_ANSIBLE, more arguments for each run of
+Ansible.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ OUT = Path(os.environ["GPU_HOST_OUT"])
 REPORT = OUT / "gpu-report.json"
 MIB = 1024 * 1024
 CONTROL = "/opt/vllm/control/bin/python"
-BASE = ["-i", str(HERE / "inventory.yml"), *shlex.split(os.environ.get("GPU_HOST_ANSIBLE", ""))]
+RANKS = int(os.environ.get("GPU_HOST_RANKS", "1"))
+BASE = ["-i", str(HERE / "inventory.yml"), "-e", f"ranks={RANKS}"]
+BASE += shlex.split(os.environ.get("GPU_HOST_ANSIBLE", ""))
 ENVIRONMENT = {
     **os.environ,
     "ANSIBLE_CALLBACK_PLUGINS": str(HERE / "callback"),
@@ -44,17 +47,21 @@ ENVIRONMENT = {
 
 
 pynvml.nvmlInit()
-DEVICE = pynvml.nvmlDeviceGetHandleByIndex(0)
+DEVICES = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(RANKS)]
 
 
 def used() -> int:
-    """MiB in use on the GPU."""
-    return pynvml.nvmlDeviceGetMemoryInfo(DEVICE).used // MIB
+    """MiB in use on the GPUs together."""
+    return sum(pynvml.nvmlDeviceGetMemoryInfo(device).used for device in DEVICES) // MIB
 
 
 def holders() -> dict[int, int]:
-    """MiB by process."""
-    return {p.pid: (p.usedGpuMemory or 0) // MIB for p in pynvml.nvmlDeviceGetComputeRunningProcesses(DEVICE)}
+    """MiB by process, on the GPUs together."""
+    found: dict[int, int] = {}
+    for device in DEVICES:
+        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(device):
+            found[process.pid] = found.get(process.pid, 0) + (process.usedGpuMemory or 0) // MIB
+    return found
 
 
 def available() -> int:

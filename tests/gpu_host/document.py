@@ -45,7 +45,8 @@ ASKED = (
 def cell(value: float | str | None) -> str:
     if isinstance(value, float):
         return f"{value:.2f}"
-    return f"{value:,}".replace(",", " ") if isinstance(value, int) else value or ""
+    # Not to be broken on a phone.
+    return f"{value:,}".replace(",", "\N{NO-BREAK SPACE}") if isinstance(value, int) else value or ""
 
 
 def host_memory(report: dict) -> list[str]:

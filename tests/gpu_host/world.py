@@ -30,8 +30,7 @@ REPORT = OUT / "gpu-report.json"
 MIB = 1024 * 1024
 CONTROL = "/opt/vllm/control/bin/python"
 RANKS = int(os.environ.get("GPU_HOST_RANKS", "1"))
-BASE = ["-i", str(HERE / "inventory.yml"), "-e", f"ranks={RANKS}"]
-BASE += shlex.split(os.environ.get("GPU_HOST_ANSIBLE", ""))
+BASE = ["-i", str(HERE / "inventory.yml"), *shlex.split(os.environ.get("GPU_HOST_ANSIBLE", ""))]
 ENVIRONMENT = {
     **os.environ,
     "ANSIBLE_CALLBACK_PLUGINS": str(HERE / "callback"),
@@ -47,6 +46,8 @@ ENVIRONMENT = {
 
 
 pynvml.nvmlInit()
+if pynvml.nvmlDeviceGetCount() < RANKS:
+    sys.exit(f"GPU_HOST_RANKS is {RANKS}, and this machine has {pynvml.nvmlDeviceGetCount()} GPU(s)")
 DEVICES = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(RANKS)]
 
 

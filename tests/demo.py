@@ -34,7 +34,7 @@ MIX = "short=8-40:5,long=200-400:1"
 STREAMS = 8
 MIN_REQUESTS = 200
 # Of the time out of rotation, as what is neither drain, stop, boot nor warm-up: a slow machine is slow in all of it.
-MAX_OVERHEAD_SHARE = 0.15
+MAX_OVERHEAD_SHARE = 0.1
 TIMES = ("out_of_rotation_s", "drain_s", "stop_s", "boot_s", "warm_s", "overhead_s")
 HEARTBEAT_S = 15
 

@@ -72,6 +72,11 @@ def ways(report: dict) -> list[str]:
     return ["## What dominates", "", says, "", head, "|---|---|---|---|---|---|", *rows] if rows else []
 
 
+def verdict(one: dict, before: int = 0) -> str:
+    """With the number of its note, ``before`` of which are another report's."""
+    return one["verdict"] + (f" [{one['note'] + before}]" if "note" in one else "")
+
+
 def several(report: dict, single: dict) -> str:
     """The transitions of engines that have several GPUs each, beside those with one."""
     alone = {one["transition"]: one for one in single["transitions"]}
@@ -80,25 +85,23 @@ def several(report: dict, single: dict) -> str:
         other = alone.get(one["transition"], {})
         numbers = [side.get(key) for key in ("task_seconds", "engine_seconds") for side in (one, other)]
         numbers += [one["gpu_mib_before"], one["gpu_mib_after"]]
-        verdict = one["verdict"] + (" \\*" if "note" in one else "")
-        rows.append(f"| {one['transition']} | {' | '.join(map(cell, numbers))} | {verdict} |")
-    notes = [f"\\* {text}" for text in report.get("notes", [])]
+        told = verdict(one, len(single["notes"]))
+        rows.append(f"| {one['transition']} | {' | '.join(map(cell, numbers))} | {told} |")
     left, left_alone = (
         max(one["resident_mib"].values())
         for side in (report, single)
         for one in side["transitions"]
         if one["transition"] == "sleep level 2"
     )
-    return "\n".join([SEVERAL.format(**report["machine"], left=left, left_alone=left_alone), *rows, "", *notes])
+    return "\n".join([SEVERAL.format(**report["machine"], left=left, left_alone=left_alone), *rows])
 
 
 def document(report: dict, two: dict) -> str:
     lines = []
     for one in report["transitions"]:
         numbers = [one["task_seconds"], one["engine_seconds"], one["gpu_mib_before"], one["gpu_mib_after"]]
-        verdict = one["verdict"] + (f" [{one['note']}]" if "note" in one else "")
-        lines.append(f"| {one['transition']} | {' | '.join(map(cell, numbers))} | {verdict} |")
-    notes = [f"{number}. {text}" for number, text in enumerate(report.get("notes", []), 1)]
+        lines.append(f"| {one['transition']} | {' | '.join(map(cell, numbers))} | {verdict(one)} |")
+    notes = [f"{number}. {text}" for number, text in enumerate([*report["notes"], *two["notes"]], 1)]
     facts = [f"- {one['fact']}{'' if one['holds'] else ' — **not so here**'}" for one in report.get("facts", [])]
     limits = [f"- {text}" for text in report.get("limits", [])]
     sections = [

@@ -132,7 +132,7 @@ def site() -> None:
         )[0],
     }
     begun, before = time.time(), used()
-    status, lines, text = ansible("playbook", [str(HERE / "site.yml")], 900)
+    status, lines, text = ansible("playbook", [str(HERE / "site.yml")], 560)
     slow = {one["task"]: one["seconds"] for one in lines if one["seconds"] > 4}
     if status:
         print(text[-4000:])

@@ -41,8 +41,8 @@ NAIVE = load(counts={"lost": 90, "cut": 2})
         (HOSTS[:2], load(), NAIVE, "of 3 hosts our roll restarted e1, e2"),
         ([*HOSTS[:2], host("e3", changed=False)], load(), NAIVE, "restarted e1, e2"),
         ([], load(), NAIVE, "restarted none"),
-        ([*HOSTS[:2], host("e3", overhead_s=4.3)], load(), NAIVE, "e3 was out of rotation for 4.3 s"),
-        ([*HOSTS[:2], host("e3", overhead_s=4.2)], load(), NAIVE, None),
+        ([*HOSTS[:2], host("e3", overhead_s=2.9)], load(), NAIVE, "e3 was out of rotation for 2.9 s"),
+        ([*HOSTS[:2], host("e3", overhead_s=2.8)], load(), NAIVE, None),
     ],
 )
 def test_failures(hosts, ours, naive, complaint):
